@@ -1,0 +1,551 @@
+"""The draft head: one small transformer layer that guesses the target's next tokens.
+
+It is EAGLE-3's head as its official code has it (arXiv:2503.01840, Section 3.1;
+``eagle/model/cnets.py`` of SafeAILab/EAGLE), with the number of input layers left free.
+Chapter 06 trains it, chapter 07 decodes with it, and the exporters rewrite its files.
+How it is trained belongs to ``training``; which layers it reads belongs to ``selection``.
+
+Alignment, used everywhere: at index p the head takes the target's states after tokens 0..p and
+the embedding of token p+1, and predicts token p+2 (the target itself has already given p+1).
+In a chain, the next step at index p takes the head's own output in place of the target's states
+and the embedding of token p+2, and predicts token p+3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+if TYPE_CHECKING:
+    from draftlayers.targets import Target
+
+FORMAT = "draftlayers-head-1"
+
+
+class HeadError(ValueError):
+    """A head, or a folder that should hold one, is not what was asked for."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Everything that fixes the shape and the arithmetic of a head.
+
+    Attributes:
+        target: Name of the model the head drafts for.
+        n_layers: The target's number of layers N.
+        layers: Boundaries the head reads, ascending and distinct, each in 0..N.
+        d_model: Width of the target's residual stream, and of the head.
+        vocab_size: Rows of the target's embedding, V.
+        draft_vocab_size: Tokens the head can propose, D <= V.
+        intermediate_size, n_heads, n_kv_heads, head_dim: Sizes of the head's own layer.
+        rms_norm_eps: Epsilon of every norm.
+        rope: RoPE settings as the target has them (``rope_type``, ``rope_theta``, scaling).
+            A head trained with another base than its target reads positions differently from
+            the engine that serves it, so these are carried and saved.
+        max_positions: The target's longest context.
+        fc_norm: Whether each input layer passes its own RMSNorm before ``fc``.
+    """
+
+    target: str
+    n_layers: int
+    layers: tuple[int, ...]
+    d_model: int
+    vocab_size: int
+    draft_vocab_size: int
+    intermediate_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    max_positions: int
+    fc_norm: bool = False
+
+    def __post_init__(self) -> None:
+        layers = tuple(self.layers)
+        object.__setattr__(self, "layers", layers)
+        if not layers or list(layers) != sorted(set(layers)):
+            raise HeadError(
+                f"layers {list(layers)}: a head reads at least one boundary, in ascending order "
+                "and without repeats, because every engine captures states in forward order"
+            )
+        if layers[0] < 0 or layers[-1] > self.n_layers:
+            raise HeadError(
+                f"layers {list(layers)}: boundaries of a target with {self.n_layers} layers run "
+                f"from 0 to {self.n_layers}"
+            )
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise HeadError(
+                f"draft vocabulary of {self.draft_vocab_size} tokens: expected 1 to "
+                f"{self.vocab_size}, the target's vocabulary"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise HeadError(
+                f"{self.n_heads} attention heads cannot share {self.n_kv_heads} key-value heads"
+            )
+
+    @property
+    def k(self) -> int:
+        """Number of input layers."""
+        return len(self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as a dictionary that JSON can hold."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> HeadConfig:
+        """Rebuild a configuration from `to_dict`.
+
+        Raises:
+            HeadError: A field is missing or unknown.
+        """
+        names = {f.name for f in fields(cls)}
+        if missing := sorted(names - values.keys()):
+            raise HeadError(f"head configuration without {', '.join(missing)}")
+        if unknown := sorted(values.keys() - names):
+            raise HeadError(f"head configuration with unknown {', '.join(unknown)}")
+        return cls(**values)
+
+    @classmethod
+    def for_target(
+        cls, target: Target, layers: Iterable[int], draft_vocab_size: int, fc_norm: bool = False
+    ) -> HeadConfig:
+        """The head's configuration for a target: its sizes, norms and RoPE settings."""
+        c = target.model.config.get_text_config()
+        n_heads = c.num_attention_heads
+        return cls(
+            target=target.name,
+            n_layers=target.n_layers,
+            layers=tuple(layers),
+            d_model=target.d_model,
+            vocab_size=target.model.get_input_embeddings().weight.shape[0],
+            draft_vocab_size=draft_vocab_size,
+            # GPT-2 leaves the width of its MLP unsaid when it is four times the model's.
+            intermediate_size=getattr(c, "intermediate_size", None) or 4 * target.d_model,
+            n_heads=n_heads,
+            n_kv_heads=getattr(c, "num_key_value_heads", None) or n_heads,
+            head_dim=getattr(c, "head_dim", None) or target.d_model // n_heads,
+            rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-5,
+            rope=rope_of(c),
+            max_positions=c.max_position_embeddings,
+            fc_norm=fc_norm,
+        )
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """RoPE settings of a Hugging Face text configuration, for a Llama layer with full attention.
+
+    Targets that rotate some layers differently (Gemma 3) keep one set per kind of layer; the head
+    attends to everything, so it takes that of the full-attention layers. Targets without RoPE
+    (GPT-2) give the Llama default.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    # Partial and multi-axis rotation are the target's attention, not a Llama layer's.
+    rope = {k: v for k, v in rope.items() if k not in ("partial_rotary_factor", "mrope_section")}
+    return {"rope_type": "default", "rope_theta": 10000.0, **rope}
+
+
+class HeadCache:
+    """Keys and values of the head's one attention layer, in memory allocated once.
+
+    Attributes:
+        keys, values: Tensors [B, n_kv_heads, capacity, head_dim]; the first `length` are in use.
+        length: Entries in use.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values, self.length = keys, values, 0
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, n_kv_heads, q, head_dim] more entries; return views of all in use."""
+        end = self.length + keys.shape[2]
+        if end > self.keys.shape[2]:
+            raise HeadError(
+                f"the head's cache holds {self.keys.shape[2]} entries and {end} are needed; "
+                "ask new_cache for more"
+            )
+        self.keys[:, :, self.length : end] = keys
+        self.values[:, :, self.length : end] = values
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def truncate(self, length: int) -> None:
+        """Forget every entry from index `length` on."""
+        if not 0 <= length <= self.length:
+            raise HeadError(f"cannot keep {length} of {self.length} cache entries")
+        self.length = length
+
+    def keep(self, indices: Tensor) -> None:
+        """Keep the entries at `indices` (int64 [n], absolute), in that order, and no others."""
+        n = len(indices)
+        self.keys[:, :, :n] = self.keys[:, :, indices]
+        self.values[:, :, :n] = self.values[:, :, indices]
+        self.length = n
+
+
+class Attention(nn.Module):
+    """Llama attention over inputs of width 2d: [embedding ; hidden]."""
+
+    def __init__(self, c: HeadConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(2 * c.d_model, c.n_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * c.d_model, c.n_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * c.d_model, c.n_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=False)
+
+    def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotated queries [..., n_heads, head_dim] of inputs [..., 2d]."""
+        return rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), *rotary)
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, both [..., n_kv_heads, head_dim], of inputs [..., 2d]."""
+        keys = rotate(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), *rotary)
+        return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [..., heads, head_dim] by cos, sin [..., head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x * cos.unsqueeze(-2).to(x.dtype) + turned * sin.unsqueeze(-2).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU, as in Llama."""
+
+    def __init__(self, c: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.d_model, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.d_model, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    """The head's transformer layer; its attention is left to the caller, who holds the keys."""
+
+    def __init__(self, c: HeadConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.input_layernorm = nn.RMSNorm(c.d_model, c.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(c.d_model, c.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(c.d_model, c.rms_norm_eps)
+
+    def mix(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Attention inputs [..., 2d]: the normed embedding first, then the normed hidden state."""
+        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Output state [..., d] from the layer's input state and its attention's output.
+
+        The residual is the state as it came in, not its normed form (EAGLE-3's code; some later
+        heads differ, and an engine must be told).
+        """
+        hidden = hidden + self.self_attn.o_proj(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DraftHead(nn.Module):
+    """EAGLE-3 draft head with K input layers and a reduced draft vocabulary.
+
+    Parameter names are the official ones: ``fc``, ``midlayer.*``, ``norm``, ``lm_head``, with
+    buffers ``d2t`` and ``t2d`` (and ``fc_norm.{i}`` when the configuration asks for it). The
+    target's embedding is shared, frozen and not saved.
+
+    Args:
+        config: Shape of the head.
+        embedding: The target's input embedding [V, d].
+        vocabulary: Target token ids the head can propose, int64 [D], ascending.
+
+    Raises:
+        HeadError: The embedding or the vocabulary does not fit the configuration.
+    """
+
+    def __init__(self, config: HeadConfig, embedding: Tensor, vocabulary: Tensor) -> None:
+        super().__init__()
+        c = self.config = config
+        if tuple(embedding.shape) != (c.vocab_size, c.d_model):
+            raise HeadError(
+                f"embedding of shape {tuple(embedding.shape)}: the head was made for a target "
+                f"with {(c.vocab_size, c.d_model)}"
+            )
+        self.fc_norm = (
+            nn.ModuleList(nn.RMSNorm(c.d_model, c.rms_norm_eps) for _ in c.layers)
+            if c.fc_norm
+            else None
+        )
+        self.fc = nn.Linear(c.k * c.d_model, c.d_model, bias=False)
+        self.midlayer = MidLayer(c)
+        self.norm = nn.RMSNorm(c.d_model, c.rms_norm_eps)
+        self.lm_head = nn.Linear(c.d_model, c.draft_vocab_size, bias=False)
+        d2t, t2d = vocabulary_maps(vocabulary, c)
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(0, c.head_dim), persistent=False)
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """Target ids of the draft vocabulary, int64 [D], ascending."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """First hidden state [..., d] from the input layers' states [..., K*d], in layer order."""
+        if self.fc_norm is not None:
+            parts = states.chunk(self.config.k, dim=-1)
+            states = torch.cat([n(s) for n, s in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(states)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: HeadCache,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """One draft step: read q entries, store their keys and values, return their new states.
+
+        Args:
+            hidden: [B, q, d]: `fuse` of the target's states at index p, or the head's own
+                previous output on the path that leads here.
+            tokens: int64 [B, q]: the token one place further than what `hidden` has seen.
+            positions: int64 [B, q] or [q], each at most the cache's capacity: index p for
+                target states, and one more for each step drafted from there.
+            cache: Grows by q entries.
+            mask: bool, True = may attend, broadcastable to [B, n_heads, q, cache length after
+                this call]; None: everything before, and causal among the q entries.
+
+        Returns:
+            [B, q, d], before the final norm: pass it to `logits`, or to the next step.
+        """
+        layer, q = self.midlayer, hidden.shape[1]
+        mixed = layer.mix(F.embedding(tokens, self.embedding), hidden)
+        rotary = self.cos[positions], self.sin[positions]
+        queries = layer.self_attn.queries(mixed, rotary).transpose(1, 2)
+        new_keys, new_values = layer.self_attn.keys_values(mixed, rotary)
+        before = cache.length
+        keys, values = cache.append(new_keys.transpose(1, 2), new_values.transpose(1, 2))
+        if mask is None and q > 1 and before:
+            mask = torch.ones(q, before + q, dtype=torch.bool, device=hidden.device).tril(before)
+        attended = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None and q > 1,
+            enable_gqa=self.config.n_heads != self.config.n_kv_heads,
+        )
+        return layer.finish(hidden, attended.transpose(1, 2).flatten(2))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [..., D] over the draft vocabulary of states [..., d]."""
+        return self.lm_head(self.norm(hidden))
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Target token ids of draft ids, any shape."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def new_cache(self, capacity: int, batch: int = 1) -> HeadCache:
+        """An empty cache for `capacity` entries, on the head's device and in its precision."""
+        self.ensure_positions(capacity + 1)
+        w, c = self.fc.weight, self.config
+        shape = (batch, c.n_kv_heads, capacity, c.head_dim)
+        return HeadCache(w.new_zeros(shape), w.new_zeros(shape))
+
+    def ensure_positions(self, count: int) -> None:
+        """Make the rotary tables cover positions 0 .. count-1."""
+        if len(self.cos) >= count:
+            return
+        count = 1 << max(count - 1, 1).bit_length()
+        c = self.config
+        rotary = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=c.d_model,
+                num_attention_heads=c.n_heads,
+                head_dim=c.head_dim,
+                max_position_embeddings=c.max_positions,
+                rope_parameters=dict(c.rope),
+            )
+        )
+        device = self.fc.weight.device
+        cos, sin = rotary(torch.empty(0), torch.arange(count)[None])
+        self.cos, self.sin = cos[0].to(device), sin[0].to(device)
+
+    def save(self, folder: Path) -> None:
+        """Write ``model.safetensors`` and ``config.json``; the second comes last and seals it."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}
+        write_atomically(folder / "model.safetensors", lambda path: save_file(weights, path))
+        text = json.dumps({"format": FORMAT, **self.config.to_dict()}, indent=2) + "\n"
+        write_atomically(folder / "config.json", lambda path: path.write_text(text))
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> DraftHead:
+        """Read a head that `save` wrote, for the target it was trained on, and check it.
+
+        Raises:
+            HeadError: No head there, another target's head, or weights that contradict the
+                configuration (shapes, vocabulary maps, values that are not finite).
+        """
+        folder = Path(folder)
+        try:
+            values = json.loads((folder / "config.json").read_text())
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                weights = {key: file.get_tensor(key) for key in file.keys()}
+        except OSError as error:
+            raise HeadError(f"{folder} holds no draft head: {error}") from error
+        if values.pop("format", None) != FORMAT:
+            raise HeadError(f"{folder}/config.json is not a {FORMAT} configuration")
+        config = HeadConfig.from_dict(values)
+        if config.n_layers != target.n_layers:
+            raise HeadError(
+                f"{folder}: head of a target with {config.n_layers} layers; "
+                f"{target.name} has {target.n_layers}"
+            )
+        if "d2t" not in weights:
+            raise HeadError(f"{folder}: no d2t, so draft ids cannot be turned into target ids")
+        embedding = target.model.get_input_embeddings().weight
+        vocabulary = torch.arange(len(weights["d2t"])) + weights["d2t"]
+        head = cls(config, embedding, vocabulary)
+        expected = {name: value.shape for name, value in head.state_dict().items()}
+        found = {name: value.shape for name, value in weights.items()}
+        if wrong := sorted(n for n in expected | found if expected.get(n) != found.get(n)):
+            raise HeadError(f"{folder}: missing, unknown or misshapen weights: {', '.join(wrong)}")
+        if not torch.equal(weights["t2d"], head.t2d):
+            raise HeadError(f"{folder}: t2d and d2t name different draft vocabularies")
+        for name, value in weights.items():
+            if value.is_floating_point() and not value.isfinite().all():
+                raise HeadError(f"{folder}: {name} holds values that are not finite")
+        head.load_state_dict(weights)
+        return head.to(device=embedding.device).eval()
+
+
+def vocabulary_maps(vocabulary: Tensor, config: HeadConfig) -> tuple[Tensor, Tensor]:
+    """The official maps of a draft vocabulary.
+
+    Args:
+        vocabulary: Target ids, int64 [D], strictly ascending.
+        config: Gives D and V.
+
+    Returns:
+        ``d2t`` int64 [D], the *offset* from draft id to target id, and ``t2d`` bool [V], true for
+        tokens the head can propose.
+
+    Raises:
+        HeadError: The wrong number of ids, ids out of range, or not ascending. A map of zeros
+            with D < V stands for the first D ids of the target, which no count of tokens gives;
+            it is the mark of a map that was never filled in.
+    """
+    d, v = config.draft_vocab_size, config.vocab_size
+    ids = vocabulary.to(torch.int64)
+    if ids.shape != (d,) or (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= v:
+        raise HeadError(
+            f"draft vocabulary: expected {d} ascending, distinct token ids below {v}, "
+            f"got {len(ids)} from {int(ids.min())} to {int(ids.max())}"
+        )
+    d2t = ids - torch.arange(d, device=ids.device)
+    if d < v and not d2t.any():
+        raise HeadError(f"draft vocabulary: d2t is all zeros though only {d} of {v} tokens are in it")
+    t2d = torch.zeros(v, dtype=torch.bool, device=ids.device)
+    t2d[ids] = True
+    return d2t, t2d
+
+
+@torch.no_grad()
+def start_at_random(head: DraftHead, seed: int) -> None:
+    """Give the head Llama's random start: normal weights of deviation 0.02, norms of one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in head.named_parameters():
+        if weight.ndim == 1:
+            weight.fill_(1.0)
+        else:
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
+
+
+@torch.no_grad()
+def start_from_target(head: DraftHead, target: Target, seed: int) -> list[str]:
+    """Start the head where the target's own last layer stands.
+
+    ``fc`` passes the deepest input layer through, ``midlayer`` is the target's last layer with
+    its attention reading the hidden half, and ``norm`` and ``lm_head`` are the target's final
+    norm and the draft tokens' rows of its output matrix. Every layer set gets the same start.
+    What a target does not have in Llama's form (GPT-2's MLP, queries that Qwen 3 norms) keeps
+    its random start.
+
+    Returns:
+        Names of the parameters that came from the target.
+    """
+    start_at_random(head, seed)
+    d = head.config.d_model
+    layer, unembedding = target.layers[-1], target.model.get_output_embeddings()
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    # Gemma names the norm before its MLP differently, and uses Llama's name for another one.
+    before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
+    before_mlp = before_mlp or getattr(layer, "post_attention_layernorm", None)
+    sources = {
+        "midlayer.hidden_norm.weight": norm_weight(getattr(layer, "input_layernorm", None)),
+        "midlayer.post_attention_layernorm.weight": norm_weight(before_mlp),
+        "midlayer.self_attn.v_proj.weight": weight_of(attention, "v_proj"),
+        "midlayer.self_attn.o_proj.weight": weight_of(attention, "o_proj"),
+        "midlayer.mlp.gate_proj.weight": weight_of(mlp, "gate_proj"),
+        "midlayer.mlp.up_proj.weight": weight_of(mlp, "up_proj"),
+        "midlayer.mlp.down_proj.weight": weight_of(mlp, "down_proj"),
+        "norm.weight": norm_weight(target.final_norm),
+        "lm_head.weight": unembedding.weight[head.vocabulary.to(unembedding.weight.device)],
+    }
+    if not hasattr(attention, "q_norm"):
+        sources["midlayer.self_attn.q_proj.weight"] = weight_of(attention, "q_proj")
+        sources["midlayer.self_attn.k_proj.weight"] = weight_of(attention, "k_proj")
+    taken = ["fc.weight"]
+    head.fc.weight.zero_()
+    head.fc.weight[:, -d:].fill_diagonal_(1.0)
+    for name, weight in head.named_parameters():
+        source = sources.get(name)
+        # q, k and v read [embedding ; hidden]: the target's weights go to the hidden half.
+        reads_both = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        part = weight[:, d:] if reads_both else weight
+        if source is not None and source.shape == part.shape:
+            weight.zero_()
+            part.copy_(source)
+            taken.append(name)
+    return taken
+
+
+def weight_of(module: nn.Module | None, name: str) -> Tensor | None:
+    """Weight of a named linear layer, if the module has it."""
+    return getattr(getattr(module, name, None), "weight", None)
+
+
+def norm_weight(norm: nn.Module | None) -> Tensor | None:
+    """What an RMSNorm multiplies by; found by norming ones, since Gemma stores it minus one."""
+    if norm is None or getattr(norm, "bias", None) is not None or not hasattr(norm, "weight"):
+        return None
+    return norm(torch.ones_like(norm.weight)[None])[0]
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, then put it in place in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    write(temporary)
+    os.replace(temporary, path)
