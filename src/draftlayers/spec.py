@@ -57,6 +57,9 @@ class RunSpec(BaseModel):
 
     train_conversations: int = Field(ge=2, description="conversations the heads learn from")
     validation_conversations: int = Field(ge=1, description="conversations that pick the epoch")
+    generated_conversations: int = Field(
+        ge=4, description="most conversations a target without shipped answers writes itself"
+    )
     heldout_prompts: int = Field(ge=1, description="prompts decoded in the speed chapter")
     max_prompt_tokens: int = Field(ge=8, description="longer prompts are left out")
     answer_tokens: int = Field(ge=8, description="tokens the target may answer with")
@@ -142,6 +145,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     "smoke": {
         "train_conversations": 24,
         "validation_conversations": 6,
+        "generated_conversations": 30,
         "heldout_prompts": 7,
         "max_prompt_tokens": 480,
         "answer_tokens": 24,
@@ -160,6 +164,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     "quick": {
         "train_conversations": 320,
         "validation_conversations": 28,
+        "generated_conversations": 96,
         "heldout_prompts": 21,
         "max_prompt_tokens": 320,
         "answer_tokens": 128,
@@ -178,6 +183,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     "full": {
         "train_conversations": 3600,
         "validation_conversations": 70,
+        "generated_conversations": 3670,
         "heldout_prompts": 84,
         "max_prompt_tokens": 320,
         "answer_tokens": 128,

@@ -131,8 +131,11 @@ class Target:
         logit lens (nostalgebraist, 2020).
         """
         weight = self.output_matrix.weight
-        states = self.final_norm(states.to(weight.device, weight.dtype))
-        logits = self.output_matrix(states).float()
+        return self.output_logits(self.final_norm(states.to(weight.device, weight.dtype)))
+
+    def output_logits(self, normed: Tensor) -> Tensor:
+        """Logits ``[..., V]`` in float32 of states ``[..., d]`` after the final norm."""
+        logits = self.output_matrix(normed).float()
         if scale := getattr(self.config, "logit_scale", None):
             logits = logits * scale
         if scaling := getattr(self.config, "logits_scaling", None):

@@ -1,0 +1,42 @@
+"""Let a target answer the training prompts, and keep its answers in ``data/answers``.
+
+    python data/make_answers.py [--model smollm2-135m] [--limit N]
+
+Two answers of three are greedy, the third is sampled at a low temperature. The file grows as
+batches finish; running the script again goes on where it stopped. For the default target on two
+CPU cores the whole set takes about an hour.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from draftlayers.corpus import answer_prompts, read_prompts, shipped_answers
+from draftlayers.spec import DATA, PROFILES
+from draftlayers.targets import load_target
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Target that answers.")] = "smollm2-135m",
+    limit: Annotated[int, typer.Option(help="Answer only the first LIMIT prompts.")] = 1_000_000,
+) -> None:
+    """Answer the training prompts with the target itself."""
+    started = time.monotonic()
+    target = load_target(model, say=print)
+    prompts = read_prompts(DATA / "prompts" / "train.jsonl")[:limit]
+    full = PROFILES["full"]
+    answer_prompts(
+        target,
+        prompts,
+        full["answer_tokens"],
+        full["max_prompt_tokens"],
+        shipped_answers(target),
+        say=lambda text: print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True),
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
