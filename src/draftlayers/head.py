@@ -14,8 +14,7 @@ and the embedding of token p+2, and predicts token p+3.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftlayers.spec import UserError, write_atomically
 
 if TYPE_CHECKING:
     from draftlayers.targets import Target
@@ -34,28 +35,36 @@ if TYPE_CHECKING:
 FORMAT = "draftlayers-head-1"
 
 
-class HeadError(ValueError):
-    """A head, or a folder that should hold one, is not what was asked for."""
-
-
 @dataclass(frozen=True)
 class HeadConfig:
     """Everything that fixes the shape and the arithmetic of a head.
 
-    Attributes:
-        target: Name of the model the head drafts for.
-        n_layers: The target's number of layers N.
-        layers: Boundaries the head reads, ascending and distinct, each in 0..N.
-        d_model: Width of the target's residual stream, and of the head.
-        vocab_size: Rows of the target's embedding, V.
-        draft_vocab_size: Tokens the head can propose, D <= V.
-        intermediate_size, n_heads, n_kv_heads, head_dim: Sizes of the head's own layer.
-        rms_norm_eps: Epsilon of every norm.
-        rope: RoPE settings as the target has them (``rope_type``, ``rope_theta``, scaling).
-            A head trained with another base than its target reads positions differently from
-            the engine that serves it, so these are carried and saved.
-        max_positions: The target's longest context.
-        fc_norm: Whether each input layer passes its own RMSNorm before ``fc``.
+    Attributes
+    ----------
+    target
+        Name of the model the head drafts for.
+    n_layers
+        The target's number of layers N.
+    layers
+        Boundaries the head reads, ascending and distinct, each in 0..N.
+    d_model
+        Width of the target's residual stream, and of the head.
+    vocab_size
+        Rows of the target's embedding, V.
+    draft_vocab_size
+        Tokens the head can propose, D <= V.
+    intermediate_size, n_heads, n_kv_heads, head_dim
+        Sizes of the head's own layer.
+    rms_norm_eps
+        Epsilon of every norm.
+    rope
+        RoPE settings as the target has them (``rope_type``, ``rope_theta``, scaling).
+        A head trained with another base than its target reads positions differently from
+        the engine that serves it, so these are carried and saved.
+    max_positions
+        The target's longest context.
+    fc_norm
+        Whether each input layer passes its own RMSNorm before ``fc``.
     """
 
     target: str
@@ -77,22 +86,22 @@ class HeadConfig:
         layers = tuple(self.layers)
         object.__setattr__(self, "layers", layers)
         if not layers or list(layers) != sorted(set(layers)):
-            raise HeadError(
+            raise UserError(
                 f"layers {list(layers)}: a head reads at least one boundary, in ascending order "
                 "and without repeats, because every engine captures states in forward order"
             )
         if layers[0] < 0 or layers[-1] > self.n_layers:
-            raise HeadError(
+            raise UserError(
                 f"layers {list(layers)}: boundaries of a target with {self.n_layers} layers run "
                 f"from 0 to {self.n_layers}"
             )
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise HeadError(
+            raise UserError(
                 f"draft vocabulary of {self.draft_vocab_size} tokens: expected 1 to "
                 f"{self.vocab_size}, the target's vocabulary"
             )
         if self.n_heads % self.n_kv_heads:
-            raise HeadError(
+            raise UserError(
                 f"{self.n_heads} attention heads cannot share {self.n_kv_heads} key-value heads"
             )
 
@@ -109,14 +118,16 @@ class HeadConfig:
     def from_dict(cls, values: dict[str, Any]) -> HeadConfig:
         """Rebuild a configuration from `to_dict`.
 
-        Raises:
-            HeadError: A field is missing or unknown.
+        Raises
+        ------
+        UserError
+            A field is missing or unknown.
         """
         names = {f.name for f in fields(cls)}
         if missing := sorted(names - values.keys()):
-            raise HeadError(f"head configuration without {', '.join(missing)}")
+            raise UserError(f"head configuration without {', '.join(missing)}")
         if unknown := sorted(values.keys() - names):
-            raise HeadError(f"head configuration with unknown {', '.join(unknown)}")
+            raise UserError(f"head configuration with unknown {', '.join(unknown)}")
         return cls(**values)
 
     @classmethod
@@ -124,7 +135,7 @@ class HeadConfig:
         cls, target: Target, layers: Iterable[int], draft_vocab_size: int, fc_norm: bool = False
     ) -> HeadConfig:
         """The head's configuration for a target: its sizes, norms and RoPE settings."""
-        c = target.model.config.get_text_config()
+        c = target.config
         n_heads = c.num_attention_heads
         return cls(
             target=target.name,
@@ -162,9 +173,12 @@ def rope_of(config: Any) -> dict[str, Any]:
 class HeadCache:
     """Keys and values of the head's one attention layer, in memory allocated once.
 
-    Attributes:
-        keys, values: Tensors [B, n_kv_heads, capacity, head_dim]; the first `length` are in use.
-        length: Entries in use.
+    Attributes
+    ----------
+    keys, values
+        Tensors [B, n_kv_heads, capacity, head_dim]; the first `length` are in use.
+    length
+        Entries in use.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -174,7 +188,7 @@ class HeadCache:
         """Store [B, n_kv_heads, q, head_dim] more entries; return views of all in use."""
         end = self.length + keys.shape[2]
         if end > self.keys.shape[2]:
-            raise HeadError(
+            raise UserError(
                 f"the head's cache holds {self.keys.shape[2]} entries and {end} are needed; "
                 "ask new_cache for more"
             )
@@ -186,7 +200,7 @@ class HeadCache:
     def truncate(self, length: int) -> None:
         """Forget every entry from index `length` on."""
         if not 0 <= length <= self.length:
-            raise HeadError(f"cannot keep {length} of {self.length} cache entries")
+            raise UserError(f"cannot keep {length} of {self.length} cache entries")
         self.length = length
 
     def keep(self, indices: Tensor) -> None:
@@ -270,20 +284,26 @@ class DraftHead(nn.Module):
     buffers ``d2t`` and ``t2d`` (and ``fc_norm.{i}`` when the configuration asks for it). The
     target's embedding is shared, frozen and not saved.
 
-    Args:
-        config: Shape of the head.
-        embedding: The target's input embedding [V, d].
-        vocabulary: Target token ids the head can propose, int64 [D], ascending.
+    Parameters
+    ----------
+    config
+        Shape of the head.
+    embedding
+        The target's input embedding [V, d].
+    vocabulary
+        Target token ids the head can propose, int64 [D], ascending.
 
-    Raises:
-        HeadError: The embedding or the vocabulary does not fit the configuration.
+    Raises
+    ------
+    UserError
+        The embedding or the vocabulary does not fit the configuration.
     """
 
     def __init__(self, config: HeadConfig, embedding: Tensor, vocabulary: Tensor) -> None:
         super().__init__()
         c = self.config = config
         if tuple(embedding.shape) != (c.vocab_size, c.d_model):
-            raise HeadError(
+            raise UserError(
                 f"embedding of shape {tuple(embedding.shape)}: the head was made for a target "
                 f"with {(c.vocab_size, c.d_model)}"
             )
@@ -325,21 +345,28 @@ class DraftHead(nn.Module):
     ) -> Tensor:
         """One draft step: read q entries, store their keys and values, return their new states.
 
-        Args:
-            hidden: [B, q, d]: `fuse` of the target's states at index p, or the head's own
-                previous output on the path that leads here.
-            tokens: int64 [B, q]: the token one place further than what `hidden` has seen.
-            positions: int64 [B, q] or [q], each at most the cache's capacity: index p for
-                target states, and one more for each step drafted from there.
-            cache: Grows by q entries.
-            mask: bool, True = may attend, broadcastable to [B, n_heads, q, cache length after
-                this call]; None: everything before, and causal among the q entries.
+        Parameters
+        ----------
+        hidden
+            [B, q, d]: `fuse` of the target's states at index p, or the head's own
+            previous output on the path that leads here.
+        tokens
+            int64 [B, q]: the token one place further than what `hidden` has seen.
+        positions
+            int64 [B, q] or [q], each at most the cache's capacity: index p for
+            target states, and one more for each step drafted from there.
+        cache
+            Grows by q entries.
+        mask
+            bool, True = may attend, broadcastable to [B, n_heads, q, cache length after
+            this call]; None: everything before, and causal among the q entries.
 
-        Returns:
-            [B, q, d], before the final norm: pass it to `logits`, or to the next step.
+        Returns
+        -------
+        [B, q, d], before the final norm: pass it to `logits`, or to the next step.
         """
         layer, q = self.midlayer, hidden.shape[1]
-        mixed = layer.mix(F.embedding(tokens, self.embedding), hidden)
+        mixed = layer.mix(F.embedding(tokens, self.embedding).to(hidden.dtype), hidden)
         rotary = self.cos[positions], self.sin[positions]
         queries = layer.self_attn.queries(mixed, rotary).transpose(1, 2)
         new_keys, new_values = layer.self_attn.keys_values(mixed, rotary)
@@ -394,79 +421,89 @@ class DraftHead(nn.Module):
     def save(self, folder: Path) -> None:
         """Write ``model.safetensors`` and ``config.json``; the second comes last and seals it."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         weights = {k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}
-        write_atomically(folder / "model.safetensors", lambda path: save_file(weights, path))
-        text = json.dumps({"format": FORMAT, **self.config.to_dict()}, indent=2) + "\n"
-        write_atomically(folder / "config.json", lambda path: path.write_text(text))
+        write_atomically(folder / "model.safetensors", save(weights))
+        text = json.dumps({"format": FORMAT, **self.config.to_dict()}, indent=1) + "\n"
+        write_atomically(folder / "config.json", text.encode())
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> DraftHead:
         """Read a head that `save` wrote, for the target it was trained on, and check it.
 
-        Raises:
-            HeadError: No head there, another target's head, or weights that contradict the
-                configuration (shapes, vocabulary maps, values that are not finite).
+        Raises
+        ------
+        UserError
+            No head there, another target's head, or weights that contradict the
+            configuration (shapes, vocabulary maps, values that are not finite).
         """
         folder = Path(folder)
         try:
             values = json.loads((folder / "config.json").read_text())
             with safe_open(folder / "model.safetensors", "pt") as file:
-                weights = {key: file.get_tensor(key) for key in file.keys()}
+                weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except OSError as error:
-            raise HeadError(f"{folder} holds no draft head: {error}") from error
+            raise UserError(f"{folder} holds no draft head: {error}") from error
         if values.pop("format", None) != FORMAT:
-            raise HeadError(f"{folder}/config.json is not a {FORMAT} configuration")
+            raise UserError(f"{folder}/config.json is not a {FORMAT} configuration")
         config = HeadConfig.from_dict(values)
         if config.n_layers != target.n_layers:
-            raise HeadError(
+            raise UserError(
                 f"{folder}: head of a target with {config.n_layers} layers; "
                 f"{target.name} has {target.n_layers}"
             )
         if "d2t" not in weights:
-            raise HeadError(f"{folder}: no d2t, so draft ids cannot be turned into target ids")
+            raise UserError(f"{folder}: no d2t, so draft ids cannot be turned into target ids")
         embedding = target.model.get_input_embeddings().weight
         vocabulary = torch.arange(len(weights["d2t"])) + weights["d2t"]
         head = cls(config, embedding, vocabulary)
         expected = {name: value.shape for name, value in head.state_dict().items()}
         found = {name: value.shape for name, value in weights.items()}
         if wrong := sorted(n for n in expected | found if expected.get(n) != found.get(n)):
-            raise HeadError(f"{folder}: missing, unknown or misshapen weights: {', '.join(wrong)}")
+            raise UserError(f"{folder}: missing, unknown or misshapen weights: {', '.join(wrong)}")
         if not torch.equal(weights["t2d"], head.t2d):
-            raise HeadError(f"{folder}: t2d and d2t name different draft vocabularies")
+            raise UserError(f"{folder}: t2d and d2t name different draft vocabularies")
         for name, value in weights.items():
             if value.is_floating_point() and not value.isfinite().all():
-                raise HeadError(f"{folder}: {name} holds values that are not finite")
+                raise UserError(f"{folder}: {name} holds values that are not finite")
         head.load_state_dict(weights)
-        return head.to(device=embedding.device).eval()
+        return head.to(embedding.device, embedding.dtype).eval()
 
 
 def vocabulary_maps(vocabulary: Tensor, config: HeadConfig) -> tuple[Tensor, Tensor]:
     """The official maps of a draft vocabulary.
 
-    Args:
-        vocabulary: Target ids, int64 [D], strictly ascending.
-        config: Gives D and V.
+    Parameters
+    ----------
+    vocabulary
+        Target ids, int64 [D], strictly ascending.
+    config
+        Gives D and V.
 
-    Returns:
-        ``d2t`` int64 [D], the *offset* from draft id to target id, and ``t2d`` bool [V], true for
-        tokens the head can propose.
+    Returns
+    -------
+    ``d2t`` int64 [D], the *offset* from draft id to target id, and ``t2d`` bool [V], true for
+    tokens the head can propose.
 
-    Raises:
-        HeadError: The wrong number of ids, ids out of range, or not ascending. A map of zeros
-            with D < V stands for the first D ids of the target, which no count of tokens gives;
-            it is the mark of a map that was never filled in.
+    Raises
+    ------
+    UserError
+        The wrong number of ids, ids out of range, or not ascending. A map of zeros
+        with D < V stands for the first D ids of the target, which no count of tokens gives;
+        it is the mark of a map that was never filled in.
     """
     d, v = config.draft_vocab_size, config.vocab_size
     ids = vocabulary.to(torch.int64)
     if ids.shape != (d,) or (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= v:
-        raise HeadError(
+        raise UserError(
             f"draft vocabulary: expected {d} ascending, distinct token ids below {v}, "
             f"got {len(ids)} from {int(ids.min())} to {int(ids.max())}"
         )
     d2t = ids - torch.arange(d, device=ids.device)
     if d < v and not d2t.any():
-        raise HeadError(f"draft vocabulary: d2t is all zeros though only {d} of {v} tokens are in it")
+        raise UserError(
+            f"draft vocabulary: d2t is all zeros though only {d} of {v} tokens are in it; "
+            "the map was never filled in"
+        )
     t2d = torch.zeros(v, dtype=torch.bool, device=ids.device)
     t2d[ids] = True
     return d2t, t2d
@@ -476,7 +513,7 @@ def vocabulary_maps(vocabulary: Tensor, config: HeadConfig) -> tuple[Tensor, Ten
 def start_at_random(head: DraftHead, seed: int) -> None:
     """Give the head Llama's random start: normal weights of deviation 0.02, norms of one."""
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in head.named_parameters():
+    for weight in head.parameters():
         if weight.ndim == 1:
             weight.fill_(1.0)
         else:
@@ -493,12 +530,13 @@ def start_from_target(head: DraftHead, target: Target, seed: int) -> list[str]:
     What a target does not have in Llama's form (GPT-2's MLP, queries that Qwen 3 norms) keeps
     its random start.
 
-    Returns:
-        Names of the parameters that came from the target.
+    Returns
+    -------
+    Names of the parameters that came from the target.
     """
     start_at_random(head, seed)
     d = head.config.d_model
-    layer, unembedding = target.layers[-1], target.model.get_output_embeddings()
+    layer, output = target.layers[-1], target.output_matrix.weight
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     # Gemma names the norm before its MLP differently, and uses Llama's name for another one.
     before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
@@ -512,7 +550,7 @@ def start_from_target(head: DraftHead, target: Target, seed: int) -> list[str]:
         "midlayer.mlp.up_proj.weight": weight_of(mlp, "up_proj"),
         "midlayer.mlp.down_proj.weight": weight_of(mlp, "down_proj"),
         "norm.weight": norm_weight(target.final_norm),
-        "lm_head.weight": unembedding.weight[head.vocabulary.to(unembedding.weight.device)],
+        "lm_head.weight": output[head.vocabulary.to(output.device)],
     }
     if not hasattr(attention, "q_norm"):
         sources["midlayer.self_attn.q_proj.weight"] = weight_of(attention, "q_proj")
@@ -542,10 +580,3 @@ def norm_weight(norm: nn.Module | None) -> Tensor | None:
     if norm is None or getattr(norm, "bias", None) is not None or not hasattr(norm, "weight"):
         return None
     return norm(torch.ones_like(norm.weight)[None])[0]
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in place in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    write(temporary)
-    os.replace(temporary, path)

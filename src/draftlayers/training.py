@@ -23,7 +23,6 @@ and saves most of the work on prompts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -69,6 +68,10 @@ class TrainingSettings:
         ``"target"`` (the target's last layer) or ``"random"``.
     train_lm_head
         Whether the output matrix learns, as in EAGLE-3's code, or stays as it starts.
+    fc_norm
+        Whether each input layer has its own norm.
+    depth
+        Steps of validation: the depth of the chain in decoding.
     warmup
         Share of all updates spent warming up.
     clip
@@ -83,6 +86,8 @@ class TrainingSettings:
     ttt_steps: int
     start: str = "target"
     train_lm_head: bool = True
+    fc_norm: bool = False
+    depth: int = 5
     warmup: float = 0.05
     clip: float = 0.5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -98,6 +103,8 @@ class TrainingSettings:
             ttt_steps=spec.ttt_steps,
             start=spec.head_start,
             train_lm_head=spec.train_lm_head,
+            fc_norm=spec.fc_norm,
+            depth=spec.depth,
         )
 
 
@@ -120,6 +127,37 @@ def draft_vocabulary(answers: Tensor, size: int) -> Tensor:
     ids, counts = answers.to(torch.int64).unique(return_counts=True)
     order = counts.sort(descending=True, stable=True).indices[:size]
     return ids[order].sort().values
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What all heads of a comparison learn from and are judged on.
+
+    Attributes
+    ----------
+    store
+        States and target distributions of the conversations.
+    train, validation
+        Which of its conversations, int ids.
+    vocabulary
+        Draft vocabulary, int64 ``[D]``, ascending.
+    """
+
+    store: StateStore
+    train: Tensor
+    validation: Tensor
+    vocabulary: Tensor
+
+    @classmethod
+    def split(cls, store: StateStore, validation: int, draft_vocab: int) -> TrainingData:
+        """Keep the last `validation` conversations apart; count the vocabulary on the others."""
+        sequence = store.meta["sequence"]
+        ids = sequence.unique()
+        train, held_out = ids[:-validation], ids[-validation:]
+        # A row that predicts an answer token is followed by that token.
+        predicts = store.meta["answer"][:-1] & torch.isin(sequence[:-1], train)
+        answers = store.meta["token"][1:][predicts]
+        return cls(store, train, held_out, draft_vocabulary(answers, draft_vocab))
 
 
 def truncation_error(logits: Tensor, vocabulary: Tensor, m: int) -> dict[str, float]:
@@ -212,7 +250,10 @@ class Batch:
 
 
 class Conversations:
-    """The positions of a store as training data for one layer set.
+    """The positions of a store as training data for one layer set, held in memory.
+
+    In bfloat16 the states take 2·K·d bytes a position: 3 KB for three layers of a
+    135-million-parameter model, 24 KB for an eight-billion one.
 
     Parameters
     ----------
@@ -249,16 +290,16 @@ class Conversations:
                 f"no states were collected at boundaries {missing}; the store holds "
                 f"{list(store.boundaries)}"
             )
-        self.store, self.layers, self.device = store, tuple(layers), device
+        self.device = device
         self.draft_of = torch.full((vocab_size,), -1, dtype=torch.int64)
         self.draft_of[vocabulary.cpu()] = torch.arange(len(vocabulary))
-        ids, lengths = store.meta["sequence"].unique_consecutive(return_counts=True)
-        ends = lengths.cumsum(0)
-        wanted = torch.isin(ids.long(), sequences.long())
-        self.first = (ends - lengths)[wanted].tolist()
-        self.length = lengths[wanted].tolist()
-        self.answer = store.meta["answer"]
-        self.trainable = self.answer & (self.draft_of[store.top_ids[:, 0].long()] >= 0)
+        rows = torch.isin(store.meta["sequence"], sequences).nonzero()[:, 0]
+        _, lengths = store.meta["sequence"][rows].unique_consecutive(return_counts=True)
+        self.first, self.length = (lengths.cumsum(0) - lengths).tolist(), lengths.tolist()
+        self.answer, self.token = store.meta["answer"][rows], store.meta["token"][rows].long()
+        self.top_ids, self.top_logprobs = store.top_ids[rows], store.top_logprobs[rows]
+        self.states = torch.cat([store.load(b, rows) for b in layers], -1)
+        self.trainable = self.answer & (self.draft_of[self.top_ids[:, 0].long()] >= 0)
         self.answer_tokens = [
             int(self.answer[f : f + n].sum()) for f, n in zip(self.first, self.length, strict=True)
         ]
@@ -304,7 +345,7 @@ class Conversations:
     def batch(self, chosen: Sequence[int], steps: int) -> Batch:
         """Lay out conversations for `steps` steps of the training-time test."""
         offsets = torch.arange(steps)[:, None]
-        rows, tokens, positions, active, ahead, inside = [], [], [], [], [], []
+        rows, positions, active, ahead, inside = [], [], [], [], []
         starts, total, count = [], 0, 0
         for c in chosen:
             first, entries = self.first[c], self.length[c] - 1
@@ -334,18 +375,16 @@ class Conversations:
         for b, (start, end, _) in enumerate(starts):
             mask[b, : end - start] = torch.arange(t_max) <= position[act[start:end], None]
         labelled, labels = place.unique(return_inverse=True)
-        draft_ids = self.draft_of[self.store.top_ids[labelled].long()]
-        p = self.store.top_logprobs[labelled].float().exp() * (draft_ids >= 0)
+        draft_ids = self.draft_of[self.top_ids[labelled].long()]
+        p = self.top_logprobs[labelled].float().exp() * (draft_ids >= 0)
         p = p / p.sum(-1, keepdim=True).clamp(min=1e-30)
-        token = self.store.meta["token"].long()
-        states = [self.store.load(b, row).to(self.device) for b in self.layers]
         to = {"device": self.device, "non_blocking": True}
         return Batch(
-            states=torch.cat(states, -1).float(),
-            tokens=token[row + 1].to(**to),
+            states=self.states[row].to(**to).float(),
+            tokens=self.token[row + 1].to(**to),
             positions=position.to(**to),
             active=act.to(**to),
-            ahead_tokens=token[place].to(**to),
+            ahead_tokens=self.token[place].to(**to),
             key_slots=grid_slots(counts, t_max).to(**to),
             query_slots=grid_slots(queries, q_max).to(**to),
             mask=mask.to(**to),
@@ -370,7 +409,7 @@ def training_time_test(head: DraftHead, batch: Batch, steps: int) -> Iterator[Te
     The states are those before the final norm: pass them to ``head.logits``.
     """
     layer, attention = head.midlayer, head.midlayer.self_attn
-    n_sequences, n_queries, n_keys = batch.mask.shape
+    n_sequences, _, n_keys = batch.mask.shape
     head.ensure_positions(n_keys + steps)
 
     def embed(tokens: Tensor) -> Tensor:
@@ -433,9 +472,7 @@ def attend(
     queries = (queries * head_dim**-0.5).unflatten(1, (n_kv, -1))
     grid = to_grid(queries, batch.query_slots, (n_sequences, n_queries)).permute(0, 2, 3, 1, 4)
     scores = grid.flatten(2, 3) @ keys.transpose(-1, -2)
-    scores = scores.unflatten(2, (-1, n_queries)).masked_fill(
-        ~batch.mask[:, None, None], -math.inf
-    )
+    scores = scores.unflatten(2, (-1, n_queries)).masked_fill(~batch.mask[:, None, None], -math.inf)
     if chain:
         own = torch.stack([(queries * k.unsqueeze(2)).sum(-1) for k, _ in chain], -1)
         own = to_grid(own, batch.query_slots, (n_sequences, n_queries)).permute(0, 2, 3, 1, 4)
@@ -475,3 +512,442 @@ class SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad, None, None
+
+
+def soft_cross_entropy(logits: Tensor, ids: Tensor, p: Tensor) -> Tensor:
+    """Summed cross-entropy of logits ``[n, D]`` with targets ``p`` ``[n, M]`` on tokens ``ids``.
+
+    Each row of `p` sums to one. `logits` is overwritten and must not be used afterwards.
+    """
+    return SoftCrossEntropy.apply(logits, ids, p)
+
+
+def ttt_loss(head: DraftHead, batch: Batch, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Loss of a batch: soft cross-entropy of each step, weighted by 0.8^i and summed.
+
+    Parameters
+    ----------
+    head, batch
+        What is trained, and on what.
+    counts
+        Guesses of each step in the whole update (of all processes), which each step's mean is
+        taken over; its length is the number of steps.
+
+    Returns
+    -------
+    tuple
+        The loss, and ``[S, 2]``: each step's own mean cross-entropy and share of guesses that
+        are the target's first choice, without gradient.
+    """
+    total = batch.states.new_zeros(())
+    report = []
+    for i, hidden in enumerate(training_time_test(head, batch, len(counts))):
+        chosen = batch.trained[i].nonzero()[:, 0]
+        label = batch.labels[i, chosen]
+        logits = head.logits(hidden[chosen])
+        hits = (logits.argmax(-1) == batch.favourites[label]).sum()
+        n = max(counts[i], 1)
+        loss = soft_cross_entropy(logits, batch.draft_ids[label], batch.probabilities[label]) / n
+        total = total + STEP_WEIGHT**i * loss
+        report.append(torch.stack((loss.detach(), hits / n)))
+    return total, torch.stack(report)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Teacher-forced quality of a head.
+
+    Attributes
+    ----------
+    loss
+        The training loss, on all guesses together.
+    agreement
+        Per step: share of guesses that are the target's first choice.
+    acceptance
+        Per step: the same among chains whose earlier guesses all were (α_j).
+    tau
+        Estimated acceptance length, the target's own token included: the chain is walked through
+        each answer as greedy decoding would, jumping over what it guesses right. It is exact for
+        greedy answers and near it for answers drawn at low temperature.
+    """
+
+    loss: float
+    agreement: list[float]
+    acceptance: list[float]
+    tau: float
+
+
+@torch.no_grad()
+def validate(
+    head: DraftHead, data: Conversations, steps: int, batch_tokens: int = 1024
+) -> Validation:
+    """Run the training-time test without learning, over all conversations of `data`."""
+    loss, trained = torch.zeros(steps), torch.zeros(steps)
+    hits, guesses, runs, chances = (torch.zeros(steps) for _ in range(4))
+    produced = passes = 0
+    for chosen in data.plan(batch_tokens, seed=0):
+        batch = data.batch(chosen, steps)
+        agree = torch.zeros_like(batch.answers)
+        with autocast(head):
+            for i, hidden in enumerate(training_time_test(head, batch, steps)):
+                asked = batch.answers[i].nonzero()[:, 0]
+                label = batch.labels[i, asked]
+                logits = head.logits(hidden[asked])
+                agree[i, asked] = logits.argmax(-1) == batch.favourites[label]
+                keep = batch.trained[i, asked]
+                label = label[keep]
+                loss[i] += soft_cross_entropy(
+                    logits[keep], batch.draft_ids[label], batch.probabilities[label]
+                ).cpu()
+                trained[i] += len(label)
+        run = agree.cumprod(0)
+        before = torch.cat((torch.ones_like(run[:1]), run[:-1])) * batch.answers
+        hits += agree.sum(1).cpu()
+        guesses += batch.answers.sum(1).cpu()
+        runs += run.sum(1).cpu()
+        chances += before.sum(1).cpu()
+        lengths, asked_first = run.sum(0).tolist(), batch.answers[0].tolist()
+        for _, end, place in batch.starts:
+            while place < end and asked_first[place]:
+                passes += 1
+                produced += lengths[place] + 1
+                place += lengths[place] + 1
+    weights = STEP_WEIGHT ** torch.arange(steps)
+    return Validation(
+        loss=float((weights * loss / trained.clamp(min=1)).sum()),
+        agreement=(hits / guesses.clamp(min=1)).tolist(),
+        acceptance=(runs / chances.clamp(min=1)).tolist(),
+        tau=produced / max(passes, 1),
+    )
+
+
+def autocast(head: DraftHead) -> torch.autocast:
+    """bfloat16 arithmetic on CUDA; on a CPU, where it is slower, float32."""
+    device = head.fc.weight.device.type
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """A head as training left it: the weights that did best on validation.
+
+    Attributes
+    ----------
+    head
+        Ready to decode, on the target's device and in its precision.
+    folder
+        Where it lies.
+    history
+        One record for each validation: ``update``, ``tokens`` (answer tokens learned from so
+        far), ``learning_rate``, ``train_loss`` and per-step ``train_step_losses`` and
+        ``train_agreement`` since the record before, and the fields of `Validation`.
+    best
+        The record with the lowest validation loss, whose weights these are.
+    seconds
+        Time spent on training, all sessions together.
+    """
+
+    head: DraftHead
+    folder: Path
+    history: list[dict[str, Any]]
+    best: dict[str, Any]
+    seconds: float
+
+
+def train_head(
+    data: TrainingData,
+    layers: Sequence[int],
+    target: Target,
+    settings: TrainingSettings,
+    seed: int,
+    folder: Path,
+    say: Callable[[str], None] = lambda text: None,
+) -> TrainedHead:
+    """Train one head, or load it when its folder already holds it.
+
+    The folder names nothing by itself: a fingerprint of data, layers, vocabulary, settings and
+    seed decides whether what lies there is this head. A run that was killed continues from its
+    last checkpoint to the same numbers as an undisturbed one. Under ``torchrun`` the
+    conversations of each update are shared out over the processes.
+
+    Parameters
+    ----------
+    data
+        Shared by all heads that are compared.
+    layers
+        Boundaries the head reads, ascending.
+    target
+        Whose embedding the head shares, and whose last layer it may start from.
+    settings, seed
+        How to train; the seed fixes the order of the data and the random part of the start.
+    folder
+        Where the head, its history and its checkpoint go.
+    say
+        Called with a line of progress now and then.
+
+    Raises
+    ------
+    UserError
+        When the data cannot serve, or the loss stops being finite.
+    """
+    folder = Path(folder)
+    config = HeadConfig.for_target(target, layers, len(data.vocabulary), settings.fc_norm)
+    mark = fingerprint(
+        config.to_dict(),
+        asdict(settings),
+        seed,
+        data.store.folder.name,  # the store names itself by its content
+        [t.tolist() for t in (data.train, data.validation, data.vocabulary)],
+    )
+    if finished(folder, mark) is None:
+        Trainer(config, data, target, settings, seed, folder, mark).run(say)
+    record = finished(folder, mark)
+    return TrainedHead(
+        head=DraftHead.load(folder, target),
+        folder=folder,
+        history=record["history"],
+        best=record["best"],
+        seconds=record["seconds"],
+    )
+
+
+def finished(folder: Path, mark: str) -> dict[str, Any] | None:
+    """The record of a finished training with this fingerprint, if the folder holds one."""
+    try:
+        record = json.loads((folder / "training.json").read_text())
+    except FileNotFoundError:
+        return None
+    return record if record["fingerprint"] == mark else None
+
+
+class Trainer:
+    """One training run: its data, head, optimiser and place in the plan of updates."""
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        data: TrainingData,
+        target: Target,
+        settings: TrainingSettings,
+        seed: int,
+        folder: Path,
+        mark: str,
+    ) -> None:
+        self.settings, self.folder, self.mark = settings, folder, mark
+        self.rank, self.world = join_processes()
+        embedding = target.model.get_input_embeddings().weight
+        device = embedding.device
+        if self.world > 1 and device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        self.head = DraftHead(config, embedding.to(device), data.vocabulary.to(device)).to(device)
+        if settings.start == "target":
+            start_from_target(self.head, target, seed)
+        else:
+            start_at_random(self.head, seed)
+        self.head.lm_head.requires_grad_(settings.train_lm_head)
+        self.parameters = [p for p in self.head.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.data, self.held_out = (
+            Conversations(
+                data.store, config.layers, part, data.vocabulary, config.vocab_size, device
+            )
+            for part in (data.train, data.validation)
+        )
+        self.batches = self.plan(seed)
+        self.update, self.tokens, self.seconds = 0, 0, 0.0
+        self.history: list[dict[str, Any]] = []
+        self.since = torch.zeros(settings.ttt_steps, 2)  # sums of reports since the last record
+        self.since_updates = 0
+
+    def plan(self, seed: int) -> list[list[int]]:
+        """The batches of all updates, in order."""
+        batches: list[list[int]] = []
+        whole = math.ceil(self.settings.epochs)
+        for epoch in range(whole):
+            batches += self.data.plan(self.settings.batch_tokens, seed * 1009 + epoch)
+        return batches[: max(1, round(len(batches) * self.settings.epochs / whole))]
+
+    def validation_every(self) -> int:
+        """Updates between validations: twelve in all, or fewer so that they cost a tenth."""
+        # A validation is a forward pass, a third of an update's work for each token and step.
+        tokens = (
+            sum(self.held_out.answer_tokens) * self.settings.depth / self.settings.ttt_steps / 3
+        )
+        affordable = math.ceil(10 * tokens / self.settings.batch_tokens)
+        return max(1, min(len(self.batches), max(affordable, math.ceil(len(self.batches) / 12))))
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then a cosine to zero."""
+        total = len(self.batches)
+        warm = max(1, round(total * self.settings.warmup))
+        if self.update < warm:
+            return self.settings.learning_rate * (self.update + 1) / warm
+        share = (self.update - warm) / max(1, total - warm)
+        return self.settings.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Train to the end of the plan and write ``training.json``."""
+        self.resume()
+        if self.update:
+            say(f"continuing at update {self.update} of {len(self.batches)}")
+        every = self.validation_every()
+        started = saved = time.monotonic()
+        before = self.seconds
+        while self.update < len(self.batches):
+            self.step()
+            self.seconds = before + time.monotonic() - started
+            done = self.update == len(self.batches)
+            if done or self.update % every == 0:
+                say(self.record())
+            if self.rank == 0 and (done or time.monotonic() - saved > CHECKPOINT_SECONDS):
+                self.checkpoint()
+                saved = time.monotonic()
+        if self.rank == 0:
+            record = {
+                "fingerprint": self.mark,
+                "settings": asdict(self.settings),
+                "history": self.history,
+                "best": min(self.history, key=lambda r: r["loss"]),
+                "seconds": round(self.seconds, 1),
+            }
+            text = json.dumps(record, indent=1) + "\n"
+            write_atomically(self.folder / "training.json", text.encode())
+            (self.folder / "checkpoint.safetensors").unlink()
+        if self.world > 1:
+            dist.barrier()
+
+    def step(self) -> None:
+        """One update."""
+        chosen = self.batches[self.update]
+        rate = self.learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        counts = self.data.trained_guesses(chosen, self.settings.ttt_steps)
+        self.optimizer.zero_grad(set_to_none=False)
+        report = torch.zeros_like(self.since)
+        if mine := chosen[self.rank :: self.world]:
+            batch = self.data.batch(mine, self.settings.ttt_steps)
+            with autocast(self.head):
+                loss, report = ttt_loss(self.head, batch, counts)
+            loss.backward()
+        report = self.gather(report.cpu())
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+        if not (report.isfinite().all() and norm.isfinite()):
+            raise UserError(
+                f"training stopped at update {self.update + 1} of {len(self.batches)}: the loss or "
+                f"its gradient is not finite (loss by step {report[:, 0].tolist()}, gradient norm "
+                f"{norm.item():.3g}, learning rate {rate:.2g}); lower learning_rate, or check the "
+                "collected states for values that are not finite"
+            )
+        self.optimizer.step()
+        self.update += 1
+        self.tokens += sum(self.data.answer_tokens[c] for c in chosen)
+        self.since += report
+        self.since_updates += 1
+
+    def gather(self, report: Tensor) -> Tensor:
+        """Sum gradients and reports over all processes; means were already taken over all."""
+        if self.world == 1:
+            return report
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        flat = torch.cat([p.grad.flatten() for p in self.parameters])
+        dist.all_reduce(flat)
+        parts = flat.split([p.numel() for p in self.parameters])
+        for p, g in zip(self.parameters, parts, strict=True):
+            p.grad.copy_(g.view_as(p))
+        report = report.to(flat.device)
+        dist.all_reduce(report)
+        return report.cpu()
+
+    def record(self) -> str:
+        """Validate, remember the result, keep the weights if they are the best so far."""
+        result = validate(self.head, self.held_out, self.settings.depth)
+        weights = STEP_WEIGHT ** torch.arange(len(self.since))
+        means = self.since / self.since_updates
+        record = {
+            "update": self.update,
+            "tokens": self.tokens,
+            "learning_rate": self.learning_rate(),
+            "train_loss": float((weights * means[:, 0]).sum()),
+            "train_step_losses": means[:, 0].tolist(),
+            "train_agreement": means[:, 1].tolist(),
+            **asdict(result),
+        }
+        if not math.isfinite(result.loss):
+            raise UserError(f"training stopped at update {self.update}: validation is not finite")
+        if self.rank == 0 and all(result.loss < r["loss"] for r in self.history):
+            self.head.save(self.folder)
+        self.history.append(record)
+        self.since.zero_()
+        self.since_updates = 0
+        pace = self.tokens / max(self.seconds, 1e-9)
+        return (
+            f"update {self.update}/{len(self.batches)}  loss {record['train_loss']:.3f} "
+            f"(validation {result.loss:.3f})  estimated tau {result.tau:.2f}  "
+            f"{pace:.0f} answer tokens/s"
+        )
+
+    def checkpoint(self) -> None:
+        """Everything a later process needs to go on, in one file put in place at once."""
+        tensors = {f"head.{k}": v for k, v in self.head.state_dict().items()}
+        for i, p in enumerate(self.parameters):
+            for key, value in self.optimizer.state[p].items():
+                tensors[f"optimizer.{i}.{key}"] = value
+        tensors["since"] = self.since
+        place = {
+            "fingerprint": self.mark,
+            "update": self.update,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "since_updates": self.since_updates,
+            "history": self.history,
+        }
+        data = save(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()},
+            {"place": json.dumps(place)},
+        )
+        write_atomically(self.folder / "checkpoint.safetensors", data)
+
+    def resume(self) -> None:
+        """Go to where this same training was last saved, if it was."""
+        path = self.folder / "checkpoint.safetensors"
+        if not path.exists():
+            return
+        with safe_open(path, "pt") as file:
+            place = json.loads(file.metadata()["place"])
+            if place.pop("fingerprint") != self.mark:
+                return
+            tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+        self.head.load_state_dict(
+            {k.removeprefix("head."): v for k, v in tensors.items() if k.startswith("head.")}
+        )
+        for i, p in enumerate(self.parameters):
+            prefix = f"optimizer.{i}."
+            self.optimizer.state[p] = {
+                k.removeprefix(prefix): v.to(p.device)
+                for k, v in tensors.items()
+                if k.startswith(prefix)
+            }
+        self.since = tensors["since"]
+        for name, value in place.items():
+            setattr(self, name, value)
+
+
+def join_processes() -> tuple[int, int]:
+    """This process's rank and the number of processes, joining them under ``torchrun``."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return 0, 1
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank(), world
