@@ -1,4 +1,4 @@
-"""The book: numbers by role, staging, refusals, and one small site built with warnings as errors."""
+"""The book: numbers by role, staging, refusals, and a small site built with warnings as errors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def source_notebook() -> dict:
                 "id": "title",
                 "cell_type": "markdown",
                 "metadata": {},
-                "source": f"# Selection\n\nRank {{result}}`{CHAPTER}:default.rank`, {{numref}}`fig-one`.",
+                "source": f"# Choice\n\n{{result}}`{CHAPTER}:default.rank`, {{numref}}`fig-one`.",
             },
             code("parameters", 'model = "smollm2-135m"', ("parameters",)),
             code("work", "layers = [2, 4, 5]\nfig", mystnb=figure),

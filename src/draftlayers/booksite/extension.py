@@ -266,7 +266,7 @@ class RunTable(SphinxDirective):
         records = recorded_runs(self.env)
         rows: list[list[nodes.Node | str]] = [
             [
-                document_link(f"notebooks/{chapter}", chapter, self.env.docname),
+                document_link(f"notebooks/{chapter}", self.env.docname),
                 record["device"],
                 show_date(record["date"]),
                 show_seconds(record["seconds"]),
@@ -299,14 +299,16 @@ class RunTable(SphinxDirective):
             for name, field in RunSpec.model_fields.items()
             if name not in ("model", "profile")
         ]
-        return table_node(["Parameter", "Meaning", *PROFILES, "this run"], rows)
+        table = table_node(["Parameter", "Meaning", *PROFILES, "this run"], rows)
+        table["classes"].append("parameters-table")
+        return table
 
 
 # --- Banner, link and notebook check -------------------------------------------------------------
 
 
-def document_link(target: str, text: str, from_document: str) -> nodes.Node:
-    """A link to another page of the book, resolved and checked by Sphinx."""
+def document_link(target: str, from_document: str, text: str = "") -> nodes.Node:
+    """A link to another page of the book, by default with its title, checked by Sphinx."""
     return addnodes.pending_xref(
         "",
         nodes.inline(text, text),
@@ -314,7 +316,7 @@ def document_link(target: str, text: str, from_document: str) -> nodes.Node:
         reftype="doc",
         reftarget=f"/{target}",
         refdoc=from_document,
-        refexplicit=True,
+        refexplicit=bool(text),
         refwarn=True,
     )
 
@@ -351,7 +353,7 @@ def add_banner(app: Sphinx, doctree: nodes.document) -> None:
         banner += nodes.strong(text, text)
     if STATUS_PAGE in env.found_docs and env.docname != STATUS_PAGE:
         banner += nodes.Text(" · ")
-        banner += document_link(STATUS_PAGE, "what ran where", env.docname)
+        banner += document_link(STATUS_PAGE, env.docname, "what ran where")
     title.parent.insert(title.parent.index(title) + 1, banner)
 
 
