@@ -140,6 +140,13 @@ class RunSpec(BaseModel):
         return {name: None if name in nulls else getattr(parsed, name) for name in texts}
 
 
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The fields that differ from the profile's defaults."""
+        plain = RunSpec.make(self.model, self.profile).model_dump()
+        return {name: value for name, value in self.model_dump().items() if value != plain[name]}
+
+
 # What "smoke", "quick" and "full" mean. "quick" is sized for 15 minutes on two CPU cores.
 PROFILES: dict[str, dict[str, Any]] = {
     "smoke": {
@@ -314,6 +321,18 @@ class Run:
                 f"the run folder {self.folder} cannot be written ({err.strerror or err}); "
                 "choose another one with --runs or the variable DRAFTLAYERS_RUNS"
             ) from None
+
+    def say(self, text: str) -> None:
+        """Report progress: to the terminal that runs the chapters, else to standard output.
+
+        Executed by papermill, a chapter's own output becomes part of the book, so progress takes
+        another way: lines in the file that ``DRAFTLAYERS_PROGRESS`` names.
+        """
+        if to := os.environ.get("DRAFTLAYERS_PROGRESS"):
+            with open(to, "a", encoding="utf-8") as file:
+                file.write(text + "\n")
+        else:
+            print(text, flush=True)
 
     def path(self, *parts: str) -> Path:
         """A path inside the run folder; its parent folder exists afterwards."""

@@ -1,0 +1,297 @@
+"""Chapters: notebooks executed by papermill, typed parameters in, an executed notebook out.
+
+``open_chapter`` is the first call of every notebook. ``execute`` runs one notebook for a run;
+``python -m draftlayers.chapters CHAPTER`` does so for Snakemake, which decides what has to run
+by comparing stamps: a *stamp* changes with the code of a notebook, the package modules it uses,
+its parameters and the stamps of the chapters before it, and with nothing else. Prose has no part
+in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import nbformat
+import typer
+
+from draftlayers.figures import use_style
+from draftlayers.spec import (
+    CHAPTERS,
+    PROJECT,
+    Run,
+    RunSpec,
+    UserError,
+    device_name,
+    fingerprint,
+    versions,
+    write_atomically,
+)
+
+NOTEBOOKS = PROJECT / "notebooks"
+SOURCE = Path(__file__).parent
+# Modules that move data about and decide no number.
+_PLUMBING = {"chapters", "cli", "booksite"}
+
+# The chapter that first uses a parameter; later chapters depend on it through that one.
+_FIRST_USE = {
+    "01-hidden-states": (
+        "model seed trust_remote_code train_conversations validation_conversations "
+        "generated_conversations max_prompt_tokens answer_tokens stat_tokens"
+    ),
+    "02-entropy": "entropy lens_tokens k",
+    "03-token-filtering": "keep bootstrap",
+    "04-cka": "",
+    "05-selection": "cka_threshold",
+    "06-draft-head": (
+        "head_epochs ttt_steps batch_tokens learning_rate draft_vocab fc_norm head_start "
+        "train_lm_head seeds depth heldout_prompts"
+    ),
+    "07-speedup": "decode_tokens speed_repeats",
+}
+
+
+def open_chapter(
+    chapter: str, model: str, profile: str = "quick", overrides: dict[str, Any] | None = None
+) -> Run:
+    """Open the run that a notebook belongs to, and print where its numbers will come from.
+
+    Sets the figure style. When an earlier chapter has no results yet (a notebook opened by hand
+    on a fresh clone), that chapter is executed first.
+    """
+    use_style()
+    run = Run(RunSpec.make(model, profile, **(overrides or {})))
+    for earlier in CHAPTERS[: CHAPTERS.index(chapter)]:
+        if not (run.folder / "results" / f"{earlier}.json").exists():
+            run.say(f"chapter {earlier} has no results yet, executing it first")
+            execute(run, earlier)
+    found = versions()
+    print(
+        f"{chapter} · {run.spec.model} · profile {run.spec.profile} · {device_name()} · "
+        + ", ".join(f"{name} {number}" for name, number in found.items())
+    )
+    return run
+
+
+def execute(run: Run, chapter: str, say: Callable[[str], None] | None = None) -> Path:
+    """Execute a chapter's notebook for a run, and return the executed notebook.
+
+    The last good notebook stays in place until the new one is whole; a failed one is kept beside
+    it under a hidden name.
+
+    Raises
+    ------
+    UserError
+        When a cell fails; the message names the chapter, the cell and the error.
+    """
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    say = say or run.say
+    done = run.path("executed", f"{chapter}.ipynb")
+    partial = done.with_name(f".{chapter}.partial.ipynb")
+    stamp = chapter_stamp(run, chapter)
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    with _progress(say), _quiet_kernels():
+        os.environ["DRAFTLAYERS_RUNS"] = str(run.folder.parents[1])
+        try:
+            papermill.execute_notebook(
+                str(NOTEBOOKS / f"{chapter}.ipynb"),
+                str(partial),
+                parameters={
+                    "model": run.spec.model,
+                    "profile": run.spec.profile,
+                    "overrides": run.spec.overrides,
+                },
+                kernel_name="python3",
+                cwd=str(NOTEBOOKS),
+                progress_bar=False,
+                autosave_cell_every=30,
+            )
+        except PapermillExecutionError as err:
+            trace = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(err.traceback))
+            raise UserError(
+                f"chapter {chapter} stopped in cell {err.exec_count}: {err.ename}: {err.evalue}\n"
+                f"{trace.splitlines()[0] if err.ename == 'UserError' else trace}\n"
+                f"the notebook up to there is {partial}"
+            ) from None
+    notebook = nbformat.read(partial, as_version=4)
+    notebook.metadata.pop("widgets", None)
+    write_atomically(done, nbformat.writes(notebook).encode())
+    write_atomically(run.path("executed", f"{chapter}.stamp"), stamp.encode())
+    partial.unlink()
+    return done
+
+
+@contextlib.contextmanager
+def _progress(say: Callable[[str], None]) -> Iterator[None]:
+    """Pass on the lines that ``Run.say`` writes in the kernel, as they come."""
+    outer = os.environ.get("DRAFTLAYERS_PROGRESS")
+    if outer:  # a chapter that executes an earlier one: its lines already have a reader
+        yield
+        return
+    stop = threading.Event()
+    with tempfile.NamedTemporaryFile("r", suffix=".progress", encoding="utf-8") as lines:
+        os.environ["DRAFTLAYERS_PROGRESS"] = lines.name
+
+        def follow() -> None:
+            while True:
+                last = stop.is_set()
+                for line in lines:
+                    say(line.rstrip("\n"))
+                if last:
+                    return
+                stop.wait(0.3)
+
+        reader = threading.Thread(target=follow, daemon=True)
+        reader.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            reader.join()
+            del os.environ["DRAFTLAYERS_PROGRESS"]
+
+
+@contextlib.contextmanager
+def _quiet_kernels() -> Iterator[None]:
+    """Settings of the kernel's process: no progress bars or debugger notes in the output."""
+    settings = {
+        "TQDM_DISABLE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "SOURCE_DATE_EPOCH": "0",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# --- What has to run again -----------------------------------------------------------------------
+
+
+def chapter_stamp(run: Run, chapter: str) -> str:
+    """What determines a chapter's results, as a fingerprint."""
+    before = CHAPTERS[: CHAPTERS.index(chapter)]
+    upstream = chapter_stamp(run, before[-1]) if before else ""
+    code = notebook_code(NOTEBOOKS / f"{chapter}.ipynb")
+    fields = {name: getattr(run.spec, name) for name in _FIRST_USE[chapter].split()}
+    return fingerprint(code, modules_stamp(code), fields, upstream)
+
+
+def notebook_code(path: Path) -> str:
+    """The code cells of a notebook, one after the other."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    cells = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    return "\n".join("".join(cell["source"]) for cell in cells)
+
+
+def modules_stamp(code: str) -> str:
+    """A fingerprint of the package modules that code imports, and those that they import.
+
+    Comments and layout have no part in it: what is compared is the syntax tree.
+    """
+    digests: dict[str, str] = {}
+    waiting = _imported(ast.parse(code))
+    while waiting:
+        name = waiting.pop()
+        path = SOURCE / f"{name}.py"
+        if name in digests or name in _PLUMBING or not path.exists():
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        digests[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+        waiting |= _imported(tree)
+    return fingerprint(digests)
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Names of the package's modules that a syntax tree imports, at any depth."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        parts = [name.split(".") for name in names]
+        found |= {part[1] for part in parts if part[0] == "draftlayers" and len(part) > 1}
+    return found
+
+
+def run_chapters(run: Run, upto: str = CHAPTERS[-1], cores: int | None = None) -> None:
+    """Execute, through Snakemake, every chapter of a run that is not up to date.
+
+    Raises
+    ------
+    UserError
+        When a chapter fails or another process is working on the same run.
+    """
+    command = [
+        sys.executable, "-m", "snakemake",
+        "--snakefile", str(PROJECT / "Snakefile"),
+        "--directory", str(run.folder),
+        "--cores", str(cores or os.cpu_count() or 1),
+        "--rerun-triggers", "params",
+        "--rerun-incomplete",
+        "--quiet", "all",
+        "--config", f"spec={run.folder / 'spec.json'}",
+        "--", f"executed/{upto}.stamp",
+    ]  # fmt: skip
+    environment = {**os.environ, "DRAFTLAYERS_RUNS": str(run.folder.parents[1])}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        if "LockException" in done.stderr or "cannot be locked" in done.stderr:
+            raise UserError(
+                f"another process is working in {run.folder}, or one was killed there; when none "
+                f"is, remove {run.folder / '.snakemake' / 'locks'} and try again"
+            )
+        raise UserError(
+            "the run stopped; what is finished is kept, and the same command goes on from there\n"
+            + done.stderr.strip()
+        )
+
+
+def _main(
+    chapter: Annotated[str, typer.Argument(help="Chapter to execute.")],
+    spec: Annotated[Path, typer.Argument(help="The run's spec.json.")],
+) -> None:
+    """Execute one chapter of a run (called by Snakemake)."""
+    values = json.loads(spec.read_text())
+    run = Run(RunSpec.model_validate(values), root=spec.parents[2])
+    number, started = CHAPTERS.index(chapter) + 1, time.monotonic()
+    print(f"[{number}/{len(CHAPTERS)}] {chapter}", flush=True)
+
+    def say(text: str) -> None:
+        print(f"      {time.monotonic() - started:5.0f} s  {text}", flush=True)
+
+    try:
+        execute(run, chapter, say)
+    except UserError as err:
+        print(err, file=sys.stderr)
+        raise SystemExit(1) from None
+    print(f"      {time.monotonic() - started:5.0f} s  done", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(_main)
