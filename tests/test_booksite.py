@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import copy
 import json
@@ -12,11 +13,13 @@ import pytest
 
 pytest.importorskip("jupyter_book", reason="the book needs: pip install 'draftlayers[book]'")
 
+import nbformat
+
 from draftlayers.booksite import stage
 from draftlayers.booksite.extension import ResultError, look_up, show, show_date, show_seconds
 from draftlayers.booksite.scan import scan_site
-from draftlayers.booksite.stage import BookError, build_site, merge_notebook
-from draftlayers.spec import PROJECT, Run, RunSpec
+from draftlayers.booksite.stage import BookError, build_site, documents, merge_notebook
+from draftlayers.spec import CHAPTERS, PROJECT, Run, RunSpec
 
 CHAPTER = "05-selection"
 PIXEL = base64.b64encode(
@@ -374,3 +377,33 @@ def test_the_scan_reads_style_sheets(tmp_path):
     (tmp_path / "style.css").write_text("p { background: url(//example.org/plot.png) }")
     (found,) = scan_site(tmp_path)
     assert found.startswith("style.css")
+
+
+# --- What is in the repository -------------------------------------------------------------------
+
+
+def test_the_table_of_contents_is_complete():
+    listed = documents(PROJECT / "book" / "_toc.yml")
+    pages = {f"book/{path.stem}" for path in (PROJECT / "book").glob("*.md")}
+    assert set(listed) == pages | {f"notebooks/{chapter}" for chapter in CHAPTERS}
+    assert [name for name in listed if name.startswith("notebooks/")] == [
+        f"notebooks/{chapter}" for chapter in CHAPTERS
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PROJECT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
+)
+def test_a_notebook_can_be_run_read_and_compared(path):
+    notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code), "outputs in git"
+    (parameters,) = (cell for cell in code if "parameters" in cell.metadata.get("tags", []))
+    names = [node.targets[0].id for node in ast.parse(parameters.source).body]
+    assert names == ["model", "profile", "overrides"]
+    for cell in code:
+        if figure := cell.metadata.get("mystnb", {}).get("figure"):
+            assert figure["name"] and figure["caption"]
+            assert cell.metadata.mystnb.image.alt
