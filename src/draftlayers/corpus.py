@@ -376,6 +376,18 @@ def load_corpus(
     )
 
 
+def until_tokens(conversations: Sequence[Conversation], tokens: int) -> list[Conversation]:
+    """The first conversations that together have at least this many tokens, or all."""
+    taken: list[Conversation] = []
+    total = 0
+    for conversation in conversations:
+        if total >= tokens:
+            break
+        taken.append(conversation)
+        total += len(conversation.tokens)
+    return taken
+
+
 def _pair(
     target: Target, prompts: list[Prompt], answers: Answers, max_prompt: int, max_answer: int
 ) -> list[Conversation]:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from draftlayers.corpus import Conversation
-from draftlayers.spec import UserError, fingerprint, write_atomically
+from draftlayers.spec import Run, UserError, fingerprint, write_atomically
 from draftlayers.targets import Target
 
 STORED = torch.bfloat16  # float32's range, so that massive activations survive
@@ -337,3 +337,8 @@ class StateStore:
         """Float32 blocks ``[L, <= size, d]`` of rows in the given order."""
         for part in rows.split(size):
             yield self.gather(part, boundaries).float()
+
+
+def stored(run: Run) -> StateStore:
+    """The states that chapter 01 collected for the statistics of a run."""
+    return StateStore(run.folder / run.results("01-hidden-states")["store"])

@@ -1,0 +1,33 @@
+# Two commands set up all they need: `make book` (the main job) and `make test`.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+MODEL ?= smollm2-135m
+PROFILE ?= quick
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: book test lint clean help
+
+help: ## Say what each command does.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
+
+book: $(VENV)/.book ## Run every chapter on the real model and build the book (MODEL=, PROFILE=).
+	$(BIN)/draftlayers book --model $(MODEL) --profile $(PROFILE)
+
+test: $(VENV)/.test ## Run all tests: units, all notebooks on a tiny model, one book build.
+	$(BIN)/ruff check .
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+
+clean: ## Remove runs and the environment (converted weights in ~/.cache/draftlayers stay).
+	rm -rf $(VENV) runs
+
+# A stamp for each set of dependencies: pip runs again only when pyproject.toml changes.
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) was not found; install Python 3.11 or newer, or name one: make PYTHON=python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.%: pyproject.toml | $(VENV)/bin/python
+	@echo "installing the project with what '$*' needs (once, a few minutes)"
+	$(PIP) install --quiet --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,663 @@
+"""Debiased linear CKA of all pairs of layers, in one pass of additive sums.
+
+Used in chapters 03 (how CKA moves with the filter), 04 (the matrix itself) and 05 (bootstrap of
+the choice). It knows rows of states and which sequence each row comes from; which rows count is
+``filtering``'s business, what a good selection is ``selection``'s.
+
+The estimator is HSIC_1 of Song et al. (2012, eq. 5): for n rows, Gram matrices K and L with their
+diagonals set to zero,
+
+    n(n-3) HSIC_1 = tr(KL) + (1'K1)(1'L1) / ((n-1)(n-2)) - 2/(n-2) 1'KL1,
+
+and CKA_ij = HSIC_ij / sqrt(HSIC_ii HSIC_jj) (Kornblith et al. 2019; minibatch form: Nguyen et al.
+2021). Each layer is split by an orthogonal basis into its r strongest directions and the rest.
+What the strong directions alone contribute is computed **exactly over all pairs of rows**, from
+r x r cross-products, which only add up. What is left is small and is estimated **in shuffled
+blocks** of rows, as a sum over blocks divided by the number of pairs, never as a mean of ratios.
+With r = d nothing is left and the result is exact; the memory it needs is (layers x r)^2 numbers
+for each part of the data, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+SPLIT_RANK = 32
+BLOCK = 64
+MAX_PARTS = 32
+FLOP_LIMIT = 1e12
+MEMORY_LIMIT = 2e9
+_BASIS_ROWS = 512
+_CHUNK_BYTES = 80e6
+_FLUSH_ROWS = 8192
+
+
+class Source(Protocol):
+    """Anything that yields rows of states; ``StateStore`` and ``ArraySource`` do."""
+
+    boundaries: tuple[int, ...]
+    d: int
+
+    def blocks(
+        self, rows: Tensor, size: int, boundaries: Sequence[int] | None = None
+    ) -> Iterator[Tensor]: ...
+
+
+class ArraySource:
+    """States already in memory, ``[layers, rows, d]``, read like a store on disk."""
+
+    def __init__(self, states: Tensor, boundaries: Sequence[int] | None = None):
+        if states.ndim != 3:
+            raise ValueError(f"states must be [layers, rows, d], got shape {tuple(states.shape)}")
+        self.states = states
+        self.boundaries = tuple(boundaries or range(states.shape[0]))
+        self.d = states.shape[2]
+
+    def blocks(
+        self, rows: Tensor, size: int, boundaries: Sequence[int] | None = None
+    ) -> Iterator[Tensor]:
+        """Yield float32 ``[layers, <= size, d]`` in the order of ``rows``."""
+        index = [self.boundaries.index(b) for b in boundaries or self.boundaries]
+        for part in rows.split(size):
+            yield self.states[index][:, part].float()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How CKA will be computed and what that costs; printed before the work starts.
+
+    ``rank`` directions of each layer are exact (``rank == d``: everything is), the rest is
+    estimated in blocks of ``block`` rows.
+    """
+
+    n: int
+    layers: int
+    d: int
+    rank: int
+    block: int
+    flops: float
+    peak_bytes: float
+    reason: str
+
+    @property
+    def exact(self) -> bool:
+        return self.rank == self.d
+
+    def __str__(self) -> str:
+        how = "exact" if self.exact else f"rank {self.rank} exact, rest in blocks of {self.block}"
+        return (
+            f"CKA of {self.layers} layers, {self.n:,} rows of {self.d}: {how} ({self.reason}); "
+            f"{self.flops:.1e} floating-point operations, "
+            f"at most {self.peak_bytes / 1e6:,.0f} MB beside PyTorch itself"
+        )
+
+
+def _chunk_rows(layers: int, d: int, block: int) -> int:
+    """Rows read at a time: whole blocks, about 80 MB, at least one block."""
+    return max(1, min(1024, int(_CHUNK_BYTES / (4 * layers * d))) // block) * block
+
+
+def plan(
+    n: int,
+    layers: int,
+    d: int,
+    *,
+    cells: int = MAX_PARTS,
+    shares: Sequence[float] = (1.0,),
+    flop_limit: float = FLOP_LIMIT,
+    memory_limit: float = MEMORY_LIMIT,
+) -> Plan:
+    """Choose between the exact sums and the split into strong directions and blocks.
+
+    The rule: exact when its operations stay below ``flop_limit`` (1e12, about ten seconds of two
+    CPU cores) and its sums below ``memory_limit`` bytes; otherwise rank 32 exactly and the rest in
+    shuffled blocks of 64 rows, or more when a small share must still have 8 rows in a block.
+
+    Parameters
+    ----------
+    n, layers, d
+        Rows, boundaries and width.
+    cells
+        Separate sums kept: parts of the sequences times shares of the rows.
+    shares
+        Shares of the rows for which CKA is wanted.
+
+    Raises
+    ------
+    ValueError
+        With fewer than 4 rows, or when even the split needs more than ``memory_limit``.
+    """
+    if n < 4:
+        raise ValueError(f"debiased CKA needs at least 4 rows, got {n}")
+    block = max(BLOCK, int(torch.ceil(torch.tensor(8 / min(shares)))))
+
+    def cost(rank: int) -> tuple[float, float]:
+        width = layers * rank
+        chunk = _chunk_rows(layers, d, block)
+        flops = n * width**2
+        memory = cells * (width**2 + 2 * width * (layers + 1)) * 4 + chunk * layers * d * 4
+        memory += min(n, _FLUSH_ROWS) * width * 8 + 3 * chunk * d * 4
+        if rank < d:
+            flops += 2 * n * layers * d * rank + 2 * n * block * layers * (d + rank + 2 * layers)
+            memory += layers * d * rank * 4 + 4 * layers * chunk * block * 4
+            memory += _BASIS_ROWS * d * 8
+        return float(flops), float(memory)
+
+    flops, memory = cost(d)
+    if flops <= flop_limit and memory <= memory_limit:
+        return Plan(n, layers, d, d, block, flops, memory, "within the limits for exact sums")
+    reason = (
+        f"exact sums would take {flops:.1e} operations and {memory / 1e9:.1f} GB, "
+        f"the limits are {flop_limit:.0e} and {memory_limit / 1e9:.1f} GB"
+    )
+    rank = min(SPLIT_RANK, d)
+    while rank > 8 and cost(rank)[1] > memory_limit:
+        rank //= 2
+    flops, memory = cost(rank)
+    if memory > memory_limit:
+        raise ValueError(
+            f"CKA of {layers} layers of width {d} needs {memory / 1e9:.1f} GB in {cells} parts, "
+            f"more than the limit of {memory_limit / 1e9:.1f} GB; use fewer layers or parts"
+        )
+    return Plan(n, layers, d, rank, block, flops, memory, reason)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Shift, scale and strong directions of each layer, shared by all sums that are to merge.
+
+    shift ``[layers, d]`` and scale ``[layers]`` only serve precision: CKA does not depend on
+    them. vectors ``[layers, d, r]`` are orthonormal columns; None stands for all d directions.
+    """
+
+    shift: Tensor
+    scale: Tensor
+    vectors: Tensor | None
+
+    @classmethod
+    def fit(cls, source: Source, rows: Tensor, rank: int, boundaries: Sequence[int]) -> Basis:
+        """Take mean, spread and the ``rank`` first principal directions of up to 512 rows.
+
+        Raises
+        ------
+        ValueError
+            When a layer is constant over the rows, or holds NaN or infinite values.
+        """
+        shifts, scales, vectors = [], [], []
+        for boundary in boundaries:
+            x = next(source.blocks(rows[:_BASIS_ROWS], _BASIS_ROWS, [boundary]))[0].double()
+            _check_finite(x[None], [boundary])
+            mean = x.mean(0)
+            x = x - mean
+            spread = x.pow(2).sum(1).mean().sqrt()
+            if spread <= 1e-7 * mean.norm() or spread == 0:
+                raise ValueError(
+                    f"boundary {boundary} is constant over the rows, so its CKA is undefined; "
+                    "leave it out"
+                )
+            shifts.append(mean.float())
+            scales.append(spread.float())
+            if rank < source.d:
+                # The row side when it is smaller: eigenvectors of XX' give those of X'X.
+                if len(x) <= source.d:
+                    values, left = torch.linalg.eigh(x @ x.T)
+                    found = x.T @ left[:, -rank:] / values[-rank:].clamp_min(1e-300).sqrt()
+                else:
+                    found = torch.linalg.eigh(x.T @ x)[1][:, -rank:]
+                vectors.append(torch.linalg.qr(found)[0].float())
+        return cls(torch.stack(shifts), torch.stack(scales), torch.stack(vectors) if vectors else None)
+
+
+def _check_finite(block: Tensor, boundaries: Sequence[int]) -> None:
+    bad = [b for b, x in zip(boundaries, block, strict=True) if not torch.isfinite(x).all()]
+    if bad:
+        raise ValueError(f"NaN or infinite states at boundaries {bad}; collect them again")
+
+
+@dataclass(frozen=True)
+class CKA:
+    """Result for one set of rows; all float64 on the CPU, ``[layers, layers]`` unless said.
+
+    matrix
+        Debiased CKA; not clamped, so unrelated layers may be slightly negative.
+    biased
+        The plug-in estimate, for comparison only: it rises with width / rows.
+    se
+        Jackknife standard error over parts of whole sequences; None with a single part.
+    overlap
+        HSIC_ij / (t_i t_j) with t the trace of the covariance: the inner product of the
+        trace-normalised covariances. Its diagonal is the purity, 1 / effective rank.
+    exact_share
+        ``[layers]``; share of HSIC_ii that the exact part holds (1 for exact sums).
+    """
+
+    matrix: Tensor
+    biased: Tensor
+    se: Tensor | None
+    overlap: Tensor
+    exact_share: Tensor
+    n: int
+    boundaries: tuple[int, ...]
+
+
+class CKASums:
+    """Additive sums from which debiased CKA follows: ``update``, ``merge``, ``compute``.
+
+    Parameters
+    ----------
+    basis
+        Shared by all accumulators that will be merged.
+    boundaries
+        Names of the layers, for messages and results.
+    parts
+        Groups of whole sequences, for jackknife and bootstrap.
+    levels
+        Nested shares of the rows: level l counts the rows whose ``level`` is at most l.
+    block
+        Rows of a shuffled block; unused by exact sums.
+
+    Notes
+    -----
+    Merging is addition, so ranks of a distributed job that share a basis get the result of one
+    process up to rounding, whatever the order. Exact sums do not depend on how rows are cut into
+    updates either; in the split, the rows of one update are cut into blocks as they come, so
+    shuffle them.
+    """
+
+    def __init__(
+        self,
+        basis: Basis,
+        boundaries: Sequence[int],
+        *,
+        parts: int = 1,
+        levels: int = 1,
+        block: int = BLOCK,
+    ):
+        self.basis, self.boundaries = basis, tuple(boundaries)
+        self.parts, self.levels, self.block = parts, levels, block
+        layers, d = basis.shift.shape
+        self.layers = layers
+        self.rank = d if basis.vectors is None else basis.vectors.shape[2]
+        cells, width = parts * levels, layers * self.rank
+        f64 = {"dtype": torch.float64}
+        device = basis.shift.device
+        self.cross = torch.zeros(cells, width, width, device=device)  # Z'Z, upper blocks only
+        self.sum = torch.zeros(cells, width, **f64)  # Z'1
+        self.by_norm = torch.zeros(cells, width, layers, **f64)  # Z'k
+        self.norm_products = torch.zeros(cells, layers, layers, **f64)  # k'k, strong directions
+        self.norms = torch.zeros(cells, layers, **f64)  # k'1, strong directions
+        self.full_norms = torch.zeros(cells, layers, **f64)  # k'1, all directions
+        self.full_norm_products = torch.zeros(levels, layers, layers, **f64)
+        self.full_sum = torch.zeros(levels, layers, d, **f64)
+        self.count = torch.zeros(cells, **f64)
+        self.rest = torch.zeros(levels, layers, layers, **f64)  # sum over blocks of m(m-3) HSIC
+        self.rest_pairs = torch.zeros(levels, **f64)
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+
+    _ADDITIVE = (
+        "cross sum by_norm norm_products norms full_norms full_norm_products full_sum count "
+        "rest rest_pairs"
+    ).split()
+
+    def update(self, block: Tensor, part: Tensor | None = None, level: Tensor | None = None) -> None:
+        """Add rows.
+
+        Parameters
+        ----------
+        block
+            ``[layers, m, d]`` states, any float type; computed in float32.
+        part, level
+            ``[m]`` group of each row's sequence, and the smallest level the row belongs to.
+
+        Raises
+        ------
+        ValueError
+            When the shape does not fit, or a state is NaN or infinite.
+        """
+        layers, m, d = block.shape
+        if (layers, d) != tuple(self.basis.shift.shape):
+            raise ValueError(
+                f"expected [layers, m, d] = [{self.layers}, m, {self.basis.shift.shape[1]}], "
+                f"got {tuple(block.shape)}"
+            )
+        device = self.basis.shift.device
+        zero = torch.zeros(m, dtype=torch.long)
+        part = zero if part is None else part.long()
+        level = zero if level is None else level.long()
+        z = torch.empty(m, layers, self.rank, device=device)
+        full = torch.empty(m, layers, device=device)
+        split = self.basis.vectors is not None
+        cuts = [(0, m - m % self.block, self.block), (m - m % self.block, m, m % self.block)]
+        cuts = [(start, stop, b) for start, stop, b in cuts if b >= 4 and stop > start]
+        grams = [torch.empty(layers, (q - p) // b, b, b, device=device) for p, q, b in cuts]
+        member = torch.nn.functional.one_hot(level, self.levels).to(torch.float32)
+        for i in range(layers):
+            y = (block[i].to(device, torch.float32) - self.basis.shift[i]) / self.basis.scale[i]
+            full[:, i] = y.pow(2).sum(1)
+            self.full_sum[:, i] += (member.T.to(device) @ y).double().cpu()
+            z[:, i] = y @ self.basis.vectors[i] if split else y
+            if split:
+                for (p, q, b), gram in zip(cuts, grams, strict=True):
+                    rows = y[p:q].view(-1, b, d)
+                    torch.bmm(rows, rows.mT, out=gram[i])
+        _check_finite(full.T, self.boundaries)
+        if split:
+            for (p, q, b), gram in zip(cuts, grams, strict=True):
+                rows = z[p:q].view(-1, b, layers, self.rank).permute(2, 0, 1, 3)
+                self._add_rest(gram, rows @ rows.mT, level[p:q].view(-1, b))
+        norms = full.double().cpu()
+        cell = level * self.parts + part
+        self.full_norms.index_add_(0, cell, norms)
+        for rank_of_level in range(self.levels):
+            chosen = norms[level == rank_of_level]
+            self.full_norm_products[rank_of_level] += chosen.T @ chosen
+        self._waiting.append((z.flatten(1), cell))
+        if sum(len(c) for _, c in self._waiting) >= _FLUSH_ROWS:
+            self._flush()
+
+    def _add_rest(self, gram: Tensor, strong: Tensor, level: Tensor) -> None:
+        """Add HSIC of the whole Gram matrices minus that of their strong parts, per block."""
+        for k, sign in ((gram, 1.0), (strong, -1.0)):
+            k.diagonal(dim1=2, dim2=3).zero_()
+            for top in range(self.levels):
+                inside = (level <= top).to(k)  # [blocks, b]
+                kept = k if inside.all() else k * inside[:, :, None] * inside[:, None, :]
+                m = inside.sum(1).double().cpu()
+                flat = kept.flatten(1)
+                row = kept.sum(3)  # [layers, blocks, b]
+                total = row.sum(2).double().cpu()
+                scaled = (row / (m - 2).clamp_min(1).to(row)[:, None]).flatten(1)
+                hsic = (flat @ flat.T - 2 * scaled @ row.flatten(1).T).double().cpu()
+                hsic += (total / ((m - 1) * (m - 2)).clamp_min(1)) @ total.T
+                self.rest[top] += sign * hsic
+                if sign > 0:
+                    self.rest_pairs[top] += (m * (m - 3)).sum()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        z = torch.cat([z for z, _ in self._waiting])
+        cell = torch.cat([c for _, c in self._waiting])
+        self._waiting.clear()
+        order = cell.argsort(stable=True)
+        z = z[order.to(z.device)]
+        layers, r = self.layers, self.rank
+        step = max(1, 512 // r) * r  # strips of layers: only the upper half is computed
+        start = 0
+        for c, rows in enumerate(cell.bincount(minlength=len(self.count)).tolist()):
+            if not rows:
+                continue
+            x = z[start : start + rows]
+            start += rows
+            for a in range(0, layers * r, step):
+                self.cross[c, a : a + step, a:].addmm_(x[:, a : a + step].T, x[:, a:])
+            k = x.view(rows, layers, r).pow(2).sum(2)
+            self.sum[c] += x.sum(0, dtype=torch.float64).cpu()
+            self.by_norm[c] += (x.T @ k).double().cpu()
+            k = k.double().cpu()
+            self.norm_products[c] += k.T @ k
+            self.norms[c] += k.sum(0)
+            self.count[c] += rows
+
+    def merge(self, other: CKASums) -> CKASums:
+        """Add the sums of ``other``, collected with the same basis, parts and levels.
+
+        Raises
+        ------
+        ValueError
+            When the two were not set up alike.
+        """
+        mine, theirs = self.basis, other.basis
+        same = (self.parts, self.levels, self.boundaries, self.rank) == (
+            other.parts, other.levels, other.boundaries, other.rank,
+        ) and torch.equal(mine.shift, theirs.shift)  # fmt: skip
+        if not same:
+            raise ValueError("sums merge only with the same basis, boundaries, parts and levels")
+        self._flush()
+        other._flush()
+        for name in self._ADDITIVE:
+            getattr(self, name).add_(getattr(other, name))
+        return self
+
+    def compute(self, level: int = -1) -> CKA:
+        """CKA of the rows up to ``level`` (default: all rows), with its standard error.
+
+        Raises
+        ------
+        ValueError
+            With fewer than 4 rows, or for a layer that does not vary over them.
+        """
+        level = range(self.levels)[level]
+        everything = torch.ones(1, self.parts)
+        hsic, trace, strong = self._hsic(everything, level)
+        hsic, trace, strong = hsic[0], trace[0], strong[0]
+        n = int(self.count[: (level + 1) * self.parts].sum())
+        self._check_varying(hsic, trace)
+        se = None
+        if self.parts > 1:
+            left_out = self.replicates(1 - torch.eye(self.parts), level)[0]
+            used = self._present(level)
+            left_out = left_out[used]
+            g = len(left_out)
+            se = ((left_out - left_out.mean(0)).pow(2).sum(0) * (g - 1) / g).sqrt() if g > 1 else None
+        return CKA(
+            matrix=_normalise(hsic),
+            biased=_normalise(self._biased(hsic, level, n)),
+            se=se,
+            overlap=hsic / torch.outer(trace, trace),
+            exact_share=strong.diagonal() / hsic.diagonal(),
+            n=n,
+            boundaries=self.boundaries,
+        )
+
+    def replicates(self, weights: Tensor, level: int = -1) -> tuple[Tensor, Tensor]:
+        """CKA and overlap when part g counts ``weights[:, g]`` times.
+
+        A row that is drawn twice is never paired with its own copy, so resampling does not
+        reintroduce the bias that the estimator removes. What the blocks estimate is held fixed
+        and scaled with the layers' traces.
+
+        Parameters
+        ----------
+        weights
+            ``[replicates, parts]``, zero or positive.
+
+        Returns
+        -------
+        matrix, overlap
+            Each ``[replicates, layers, layers]`` float64.
+        """
+        level = range(self.levels)[level]
+        hsic, trace, _ = self._hsic(weights, level)
+        return _normalise(hsic), hsic / (trace[:, :, None] * trace[:, None, :])
+
+    def bootstrap_weights(self, times: int, seed: int, level: int = -1) -> Tensor:
+        """Multinomial weights ``[times, parts]``: parts drawn with replacement.
+
+        Raises
+        ------
+        ValueError
+            When there are fewer than two parts with rows to draw from.
+        """
+        used = self._present(range(self.levels)[level])
+        if len(used) < 2:
+            raise ValueError(
+                "a bootstrap over sequences needs rows from at least two sequences; "
+                "collect more conversations"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(len(used), (times, len(used)), generator=generator)
+        weights = torch.zeros(times, self.parts)
+        weights.scatter_add_(1, used[drawn], torch.ones(drawn.shape))
+        return weights
+
+    def _present(self, level: int) -> Tensor:
+        """Parts that have rows up to this level."""
+        count = self.count.view(self.levels, self.parts)[: level + 1].sum(0)
+        return count.nonzero().flatten()
+
+    def _hsic(self, weights: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted HSIC_1 ``[B, L, L]``, traces ``[B, L]`` and the exact part of HSIC_1."""
+        self._flush()
+        layers, r = self.layers, self.rank
+        cells = (level + 1) * self.parts
+        w = weights.double().repeat(1, level + 1)  # [B, cells]; cells of a level are its parts
+        n = (w @ self.count[:cells])[:, None, None]
+        if (n < 4).any():
+            raise ValueError(f"debiased CKA needs at least 4 rows, got {int(n.min())}")
+        # ``einsum`` over the small sums, one replicate at a time over the large one.
+        norms = w.square() @ self.norms[:cells]
+        sums = (w @ self.sum[:cells]).view(-1, layers, r)
+        by_norm = torch.einsum("bc,cij->bij", w.square(), self.by_norm[:cells])
+        products = torch.einsum("bc,cij->bij", w.square(), self.norm_products[:cells])
+        cubes = torch.einsum("bc,cij->bij", w.pow(3), self.norm_products[:cells])
+        frobenius, quadratic = torch.empty_like(products), torch.empty_like(products)
+        flat = self.cross[:cells].flatten(1)
+        for b, row in enumerate(w.to(flat)):
+            c = (row @ flat).view(layers, r, layers, r)
+            frobenius[b] = _upper(c.pow(2).sum((1, 3)).double().cpu())
+            s = sums[b].to(c)
+            quadratic[b] = _upper(torch.einsum("ia,iajc,jc->ij", s, c, s).double().cpu())
+        rows = torch.einsum("bir,birj->bij", sums, by_norm.view(-1, layers, r, layers))
+        one = sums.square().sum(2) - norms
+        inner = quadratic - rows - rows.mT + cubes
+        strong = frobenius - products
+        strong += one[:, :, None] * one[:, None, :] / ((n - 1) * (n - 2))
+        strong = (strong - 2 / (n - 2) * inner) / (n * (n - 3))
+        trace = self._traces(w, n[:, :, 0], cells, level)
+        if self.basis.vectors is None:
+            return strong, trace, strong
+        everything = torch.ones(1, cells, dtype=torch.float64)
+        count = self.count[:cells].sum()
+        ratio = trace / self._traces(everything, count, cells, level)
+        if self.rest_pairs[level] <= 0:
+            raise ValueError("too few rows for one block of at least 4; collect more")
+        rest = self.rest[level] / self.rest_pairs[level]
+        return strong + rest * ratio[:, :, None] * ratio[:, None, :], trace, strong
+
+    def _traces(self, w: Tensor, n: Tensor, cells: int, level: int) -> Tensor:
+        """Trace of each layer's covariance, ``[B, L]``."""
+        offset = self.full_sum[: level + 1].sum(0) / self.count[:cells].sum()
+        return (w @ self.full_norms[:cells] / n - offset.square().sum(1)) * n / (n - 1)
+
+    def _biased(self, hsic: Tensor, level: int, n: int) -> Tensor:
+        """The plug-in HSIC, ||X'Y||^2 / n^2 of centred states, from the debiased one."""
+        products = self.full_norm_products[: level + 1].sum(0)
+        norms = self.full_norms[: (level + 1) * self.parts].sum(0)
+        if self.basis.vectors is None:  # exact centring of the norms
+            cells = (level + 1) * self.parts
+            mean = (self.sum[:cells].sum(0) / n).view(self.layers, self.rank)
+            cross = self.cross[:cells].sum(0).double().cpu().view(*mean.shape, *mean.shape)
+            twist = _upper(torch.einsum("ia,iajc,jc->ij", mean, cross, mean))
+            by = torch.einsum(
+                "ia,iaj->ij", mean, self.by_norm[:cells].sum(0).view(*mean.shape, self.layers)
+            )
+            size = mean.square().sum(1)
+            along = n * size  # sum of x . mean over rows
+            # sum over rows of (k_i - 2 x_i.m_i + |m_i|^2)(k_j - 2 x_j.m_j + |m_j|^2)
+            products = products - 2 * by - 2 * by.T + 4 * twist
+            products += torch.outer(norms, size) + torch.outer(size, norms)
+            products -= 2 * (torch.outer(along, size) + torch.outer(size, along))
+            products += n * torch.outer(size, size)
+            norms = norms - n * size
+        total = n * (n - 3) * hsic + n / (n - 2) * products
+        return total - torch.outer(norms, norms) / ((n - 1) * (n - 2))
+
+    def _check_varying(self, hsic: Tensor, trace: Tensor) -> None:
+        still = [
+            b
+            for b, h, t in zip(self.boundaries, hsic.diagonal(), trace, strict=True)
+            if not h > 1e-9 * t * t
+        ]
+        if still:
+            raise ValueError(
+                f"boundaries {still} hardly vary over the rows, so their CKA is undefined; "
+                "leave them out or use more rows"
+            )
+
+
+def _upper(matrix: Tensor) -> Tensor:
+    """Copy the upper triangle over the lower one."""
+    return matrix.triu() + matrix.triu(1).T
+
+
+def _normalise(hsic: Tensor) -> Tensor:
+    scale = hsic.diagonal(dim1=-2, dim2=-1).sqrt()
+    return hsic / (scale[..., :, None] * scale[..., None, :])
+
+
+def deal_parts(sequence: Tensor, seed: int, most: int = MAX_PARTS) -> Tensor:
+    """Deal whole sequences into at most ``most`` parts; returns the part of each row."""
+    names, index = sequence.unique(return_inverse=True)
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
+    return order[index] % most
+
+
+def measure(
+    source: Source,
+    rows: Tensor,
+    sequence: Tensor,
+    *,
+    shares: Sequence[float] = (1.0,),
+    boundaries: Sequence[int] | None = None,
+    how: Plan | None = None,
+    parts: int = MAX_PARTS,
+    seed: int = 0,
+) -> CKASums:
+    """Collect the sums of all layers over ``rows`` in one pass over the data.
+
+    Parameters
+    ----------
+    source
+        Where states are read, for example a ``StateStore``.
+    rows
+        ``[n]`` indices into the source. With several shares, ordered by importance: the share q
+        counts the first q n of them.
+    sequence
+        ``[n]`` sequence of each of these rows.
+    shares
+        Rising shares of the rows, the last one 1; level l of the result is share l.
+    boundaries
+        Layers to compare; default all of the source.
+    how
+        A plan from ``plan``; default the plan for this shape.
+
+    Raises
+    ------
+    ValueError
+        With too few rows, constant layers, NaN or infinite states.
+    """
+    boundaries = tuple(source.boundaries if boundaries is None else boundaries)
+    shares = tuple(shares)
+    if list(shares) != sorted(set(shares)) or shares[-1] != 1 or shares[0] <= 0:
+        raise ValueError(f"shares must rise to 1, got {shares}")
+    n = len(rows)
+    how = how or plan(n, len(boundaries), source.d, cells=parts * len(shares), shares=shares)
+    generator = torch.Generator().manual_seed(seed)
+    edges = [0, *(round(n * q) for q in shares)]
+    level = torch.zeros(n, dtype=torch.long)
+    for index, start in enumerate(edges[1:-1], 1):
+        level[start:] = index
+    part = deal_parts(sequence, seed, parts)
+    # Every block gets its fair number of rows from each level: shuffle inside each level, then
+    # put row i of a level of size m at the place i/m, so that a contiguous cut holds all levels.
+    place = torch.empty(n, dtype=torch.float64)
+    for start, stop in zip(edges, edges[1:], strict=False):
+        shuffled = torch.randperm(stop - start, generator=generator).double()
+        place[start:stop] = (shuffled + 0.5) / max(1, stop - start)
+    order = place.argsort(stable=True)
+    rows, part, level = rows[order], part[order], level[order]
+    basis = Basis.fit(source, rows, how.rank, boundaries)
+    sums = CKASums(basis, boundaries, parts=parts, levels=len(shares), block=how.block)
+    size = _chunk_rows(len(boundaries), source.d, how.block)
+    start = 0
+    for block in source.blocks(rows, size, boundaries):
+        stop = start + block.shape[1]
+        sums.update(block, part[start:stop], level[start:stop])
+        start = stop
+    return sums
