@@ -1,0 +1,88 @@
+"""Brute-force float64 twins of the package's statistics, written from the papers' formulas.
+
+Slow on purpose and independent of ``draftlayers``: no streaming, no blocks, no shared code.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+
+def hsic_debiased(x: np.ndarray, y: np.ndarray) -> float:
+    """HSIC_1 of linear kernels by U-centred n x n matrices (Szekely and Rizzo 2014)."""
+    return float((u_centred(x) * u_centred(y)).sum() / (len(x) * (len(x) - 3)))
+
+
+def u_centred(x: np.ndarray) -> np.ndarray:
+    x = np.asarray(x, dtype=np.float64)
+    k = x @ x.T
+    n = len(k)
+    np.fill_diagonal(k, 0)
+    rows = k.sum(1, keepdims=True)
+    a = k - rows / (n - 2) - rows.T / (n - 2) + k.sum() / ((n - 1) * (n - 2))
+    np.fill_diagonal(a, 0)
+    return a
+
+
+def cka_debiased(states: np.ndarray) -> np.ndarray:
+    """Debiased CKA of all pairs of ``[layers, n, d]``."""
+    return _normalised([[hsic_debiased(x, y) for y in states] for x in states])
+
+
+def cka_biased(states: np.ndarray) -> np.ndarray:
+    """Plug-in CKA of all pairs: centred feature cross-products (Kornblith et al. 2019)."""
+    centred = [np.asarray(x, np.float64) - np.asarray(x, np.float64).mean(0) for x in states]
+    return _normalised([[np.square(x.T @ y).sum() for y in centred] for x in centred])
+
+
+def _normalised(hsic: list[list[float]]) -> np.ndarray:
+    h = np.array(hsic)
+    return h / np.sqrt(np.outer(h.diagonal(), h.diagonal()))
+
+
+def entropy(p: np.ndarray) -> np.ndarray:
+    """Shannon entropy in nats over the last axis."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return -np.where(p > 0, p * np.log(p), 0.0).sum(-1)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(np.asarray(x, np.float64) - np.max(x, axis=-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def trace_normalised(x: np.ndarray) -> np.ndarray:
+    """Covariance-side operator of centred rows with trace 1, ``[d, d]``."""
+    x = np.asarray(x, np.float64)
+    x = x - x.mean(0)
+    c = x.T @ x
+    return c / np.trace(c)
+
+
+def concatenated_operator(states: np.ndarray) -> np.ndarray:
+    """Trace-1 covariance of concatenated layers, each layer first scaled to trace 1."""
+    parts = []
+    for x in states:
+        x = np.asarray(x, np.float64)
+        x = x - x.mean(0)
+        parts.append(x / np.sqrt(np.square(x).sum()))
+    z = np.concatenate(parts, axis=1) / np.sqrt(len(states))
+    return z.T @ z
+
+
+def von_neumann(operator: np.ndarray) -> float:
+    values = np.linalg.eigvalsh(operator)
+    return float(entropy(values[values > 1e-14]))
+
+
+def best_set(entropies: np.ndarray, cka: np.ndarray, k: int) -> tuple[tuple[int, ...], float]:
+    """Best set of indices by mean entropy x (1 - largest CKA), first in lexicographic order."""
+    best, top = (), -np.inf
+    for s in itertools.combinations(range(len(entropies)), k):
+        largest = max((cka[i, j] for i, j in itertools.combinations(s, 2)), default=0.0)
+        score = np.mean([entropies[i] for i in s]) * (1 - largest)
+        if score > top:
+            best, top = s, score
+    return best, float(top)
