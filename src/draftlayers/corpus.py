@@ -129,7 +129,7 @@ def generate_answers(
     max_new_tokens: int,
     temperatures: Sequence[float],
     seed: int = 0,
-    streams: int = STREAMS,
+    streams: int | None = None,
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """Let the target answer prompts, many streams at a time.
 
@@ -140,6 +140,11 @@ def generate_answers(
         killed run has finished.
     temperatures
         One for each prompt; 0 is greedy.
+    seed
+        With a prompt's own tokens it decides the prompt's random numbers, so that an answer does
+        not depend on which prompts were answered beside it.
+    streams
+        Prompts in a batch; default ``STREAMS``.
 
     Yields
     ------
@@ -147,6 +152,7 @@ def generate_answers(
         For each batch, the answers without the end-of-sequence token's successors (the token
         itself is kept).
     """
+    streams = streams or STREAMS
     for start in range(0, len(prompts), streams):
         indices = list(range(start, min(start + streams, len(prompts))))
         yield _generate_batch(
@@ -155,7 +161,7 @@ def generate_answers(
             [list(prompts[i]) for i in indices],
             max_new_tokens,
             torch.tensor([temperatures[i] for i in indices], device=target.device),
-            torch.Generator(target.device).manual_seed(seed * 1_000_003 + start),
+            [torch.Generator().manual_seed(seed + prompt_crc(prompts[i])) for i in indices],
         )
 
 
@@ -165,7 +171,7 @@ def _generate_batch(
     prompts: list[list[int]],
     max_new_tokens: int,
     temperatures: Tensor,
-    generator: torch.Generator,
+    generators: list[torch.Generator],
 ) -> list[tuple[int, list[int]]]:
     device = target.device
     longest = max(map(len, prompts))
@@ -185,7 +191,7 @@ def _generate_batch(
     ).last_hidden_state[:, -1:]
     position = positions[:, -1:]
     for step in range(max_new_tokens):
-        tokens = _sample(target.output_logits(states[:, 0]), temperatures, generator)
+        tokens = _sample(target.output_logits(states[:, 0]), temperatures, generators)
         for i, token in zip(alive.tolist(), tokens.tolist(), strict=True):
             answers[i].append(token)
         open_ = ~torch.isin(tokens, eos)
@@ -195,6 +201,7 @@ def _generate_batch(
             rows = open_.nonzero()[:, 0]
             alive, tokens, temperatures = alive[rows], tokens[rows], temperatures[rows]
             mask, position = mask[rows], position[rows]
+            generators = [generators[row] for row in rows.tolist()]
             cache.batch_select_indices(rows)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         position = position + 1
@@ -208,14 +215,18 @@ def _generate_batch(
     return list(answers.items())
 
 
-def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    greedy = logits.argmax(-1)
-    warm = temperatures > 0
-    if not warm.any():
-        return greedy
-    probabilities = torch.softmax(logits[warm] / temperatures[warm, None], -1)
-    greedy[warm] = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
-    return greedy
+def _sample(
+    logits: Tensor, temperatures: Tensor, generators: list[torch.Generator]
+) -> Tensor:
+    """The next token of each stream: greedy, or by inverting the cumulative distribution."""
+    tokens = logits.argmax(-1)
+    warm = (temperatures > 0).nonzero()[:, 0]
+    if len(warm):
+        mass = torch.softmax(logits[warm] / temperatures[warm, None], -1).double().cumsum(-1)
+        draws = [torch.rand(1, dtype=torch.float64, generator=generators[i]) for i in warm.tolist()]
+        at = torch.searchsorted(mass, torch.stack(draws).to(mass.device) * mass[:, -1:], right=True)
+        tokens[warm] = at[:, 0].clamp(max=logits.shape[-1] - 1)
+    return tokens
 
 
 @dataclass(frozen=True)

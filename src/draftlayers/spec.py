@@ -387,7 +387,10 @@ class Run:
 
     def save_figure(self, figure: Any, name: str) -> None:
         """Write a figure as ``figures/<name>.svg`` and ``.png``, the same bytes every time."""
+        import matplotlib
+
         for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
             path = self.path("figures", f".{name}.partial.{kind}")
-            figure.savefig(path, format=kind, metadata=metadata)
+            with matplotlib.rc_context({"svg.hashsalt": "draftlayers"}):
+                figure.savefig(path, format=kind, metadata=metadata)
             os.replace(path, self.path("figures", f"{name}.{kind}"))

@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import urllib.error
+import urllib.request
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -266,15 +268,86 @@ def load_target(
         target = tiny_target()
         target.model.to(device, dtype)
         return target
-    licence = "see the model's page"
-    source = name
-    if name in known_models():
-        licence = known_models()[name]["licence"]
-        source = str(_packaged_model(name, say))
-    elif Path(name).is_file():
-        source = str(_converted(Path(name), say))
+    licence = known_models().get(name, {}).get("licence", "see the model's page")
+    source = _resolve(name, say)
     model, tokenizer = _from_pretrained(source, name, device, dtype, trust_remote_code)
     return Target(name, model, tokenizer, licence)
+
+
+def peek(
+    name: str, trust_remote_code: bool = False, say: Callable[[str], None] = lambda text: None
+) -> tuple[int, bool]:
+    """Number of layers, and whether there is a chat template, without loading the weights.
+
+    Raises
+    ------
+    UserError
+        When the name is unknown, or its configuration or tokenizer cannot be read.
+    """
+    check_name(name)
+    if name == TINY:
+        return tiny_target().n_layers, True
+    from transformers import AutoConfig, AutoTokenizer
+
+    source = _resolve(name, say)
+    with _explained(name, source):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if layers is None:
+        raise UserError(f"{name} does not say how many decoder layers it has")
+    return layers, bool(getattr(tokenizer, "chat_template", None))
+
+
+def _resolve(name: str, say: Callable[[str], None]) -> str:
+    """What transformers can load: a folder, or a hub id that can be reached."""
+    if name in known_models():
+        return str(_packaged_model(name, say))
+    if Path(name).is_file():
+        return str(_converted(Path(name), say))
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").exists():
+            raise UserError(f"the folder {name} has no config.json, so it holds no model")
+        return name
+    _check_hub(name)
+    return name
+
+
+def _check_hub(name: str) -> None:
+    """Refuse at once what would otherwise be tried for a minute: a hub that is out of reach."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
+    if why is None:
+        try:
+            urllib.request.urlopen(constants.ENDPOINT, timeout=10).close()
+        except urllib.error.HTTPError:
+            pass  # it answered
+        except OSError as err:
+            why = str(getattr(err, "reason", err))
+    if why is not None:
+        raise UserError(
+            f"cannot load {name!r}: the Hugging Face hub cannot be reached ({why}), and the model "
+            "is not in its local cache; download it elsewhere and give its folder"
+        )
+
+
+@contextmanager
+def _explained(name: str, source: str) -> Iterator[None]:
+    """Turn what transformers raises for a model it cannot load into one sentence."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError) as err:
+        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+        if "trust_remote_code" in str(err):
+            hint = "if you trust its author's code, add -p trust_remote_code=true"
+        elif Path(source).exists():
+            hint = "expected a folder with config.json, tokenizer files and *.safetensors"
+        else:
+            hint = "check the name, and that you may read it (huggingface-cli login)"
+        raise UserError(f"cannot load {name!r}: {first} ({hint})") from err
 
 
 def _from_pretrained(
@@ -283,7 +356,7 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     spread = device == "cuda" and torch.cuda.device_count() > 1
-    try:
+    with _explained(name, source):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
             source,
@@ -292,15 +365,6 @@ def _from_pretrained(
             trust_remote_code=trust_remote_code,
             device_map="auto" if spread else None,
         )
-    except (OSError, ValueError, ImportError) as err:
-        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        hint = (
-            "expected a folder with config.json, tokenizer files and *.safetensors"
-            if Path(source).exists()
-            else "if the hub cannot be reached from here, download the model elsewhere and give "
-            "its folder"
-        )
-        raise UserError(f"cannot load {name!r}: {first} ({hint})") from err
     return model if spread else model.to(device), tokenizer
 
 
@@ -449,6 +513,6 @@ def tiny_target(
         }  # fmt: skip
     torch_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **values, **config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **(values | config)))
     torch.set_rng_state(torch_state)
     return Target(TINY, model.float(), tokenizer, "Apache-2.0")

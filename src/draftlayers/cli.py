@@ -1,0 +1,185 @@
+"""The command line: ``draftlayers models | select | run | book | bench``.
+
+Every command checks what it was asked before it starts work, reports progress, and ends a mistake
+with a sentence instead of a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from draftlayers.spec import CHAPTERS, PROJECT, Profile, Run, RunSpec, UserError
+
+app = typer.Typer(
+    help="Choose the layers that an EAGLE-3 draft head reads, and measure the choice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+say_to = Console(stderr=True, highlight=False)
+
+Model = Annotated[
+    str,
+    typer.Option(help="Target: a listed name, a hub id (org/name), a folder or a .gguf file."),
+]
+ProfileOption = Annotated[Profile, typer.Option(help="How much work to do.")]
+Parameters = Annotated[
+    list[str],
+    typer.Option("-p", "--parameter", metavar="NAME=VALUE", help="Replace one parameter."),
+]
+Runs = Annotated[
+    Path | None, typer.Option(help="Folder of all runs; default runs/ in the project.")
+]
+Cores = Annotated[int | None, typer.Option(min=1, help="CPU cores to use; default all.")]
+
+
+def _explained(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Print a ``UserError`` as a sentence, and exit with 2."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except UserError as err:
+            say_to.print(f"[bold red]error:[/] {err}", soft_wrap=True, markup=True)
+            raise typer.Exit(2) from None
+
+    return wrapped
+
+
+def _open(model: str, profile: str, parameters: list[str], runs: Path | None) -> Run:
+    """The run that was asked for, with everything checked that can be before work starts."""
+    from draftlayers.selection import check_candidates
+    from draftlayers.targets import check_name, peek
+
+    spec = RunSpec.make(model, profile, **RunSpec.parse_overrides(parameters))
+    check_name(model)
+    run = Run(spec, runs)
+    with say_to.status(f"looking at {model}"):
+        n_layers, chat_template = peek(model, spec.trust_remote_code, say_to.print)
+    check_candidates(n_layers, spec.k)
+    if not chat_template:
+        say_to.print(
+            f"[yellow]note:[/] {model} has no chat template; prompts are written in a plain "
+            "question-and-answer format"
+        )
+    return run
+
+
+@app.command()
+@_explained
+def models() -> None:
+    """List the targets known by name."""
+    from draftlayers.targets import TINY, known_models
+
+    table = Table("name", "model", "licence of the weights", "about")
+    for name, entry in known_models().items():
+        table.add_row(name, entry["title"], entry["licence"], entry["about"])
+    table.add_row(TINY, "random weights", "Apache-2.0", "built in memory, for tests")
+    Console().print(table)
+    say_to.print("Any folder, .gguf file or Hugging Face id of a causal language model will do too.")
+
+
+@app.command()
+@_explained
+def run(
+    model: Model = "smollm2-135m",
+    profile: ProfileOption = "quick",
+    parameter: Parameters = [],  # noqa: B006 - Typer reads the default, nobody changes it
+    upto: Annotated[str, typer.Option(help="Last chapter to run.")] = CHAPTERS[-1],
+    runs: Runs = None,
+    cores: Cores = None,
+) -> None:
+    """Execute the chapters of a run that are not up to date."""
+    from draftlayers.chapters import run_chapters
+
+    matching = [chapter for chapter in CHAPTERS if chapter.startswith(upto)]
+    if len(matching) != 1:
+        raise UserError(f"unknown chapter {upto!r}; the chapters are {', '.join(CHAPTERS)}")
+    started = time.monotonic()
+    this = _open(model, profile, parameter, runs)
+    run_chapters(this, matching[0], cores)
+    say_to.print(f"finished in {time.monotonic() - started:.0f} s: {this.folder}")
+
+
+@app.command()
+@_explained
+def book(
+    model: Model = "smollm2-135m",
+    profile: ProfileOption = "quick",
+    parameter: Parameters = [],  # noqa: B006
+    runs: Runs = None,
+    cores: Cores = None,
+) -> None:
+    """Run what is not up to date, then build the book of the run."""
+    try:
+        from draftlayers.booksite.stage import build_site
+    except ImportError as err:
+        raise UserError(
+            f"the book needs more packages ({err.name} is missing); install them with: "
+            "pip install -e '.[book]'"
+        ) from None
+    from draftlayers.chapters import run_chapters
+
+    started = time.monotonic()
+    this = _open(model, profile, parameter, runs)
+    run_chapters(this, cores=cores)
+    with say_to.status("building the book"):
+        first = build_site(this)
+    say_to.print(f"finished in {time.monotonic() - started:.0f} s; the book's first page is")
+    print(first)
+
+
+@app.command()
+@_explained
+def select(
+    model: Annotated[str, typer.Argument(help="Target, as in --model.")],
+    k: Annotated[int, typer.Option("-k", min=1, max=8, help="Layers to choose.")] = 3,
+    tokens: Annotated[int, typer.Option(min=64, help="Positions to look at.")] = 8000,
+    parameter: Parameters = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    runs: Runs = None,
+) -> None:
+    """Choose the layers for a draft head: chapters 1 to 5 as one command."""
+    from draftlayers.chapters import select_layers
+
+    pairs = [f"k={k}", f"stat_tokens={tokens}", *parameter]
+    this = _open(model, "quick", pairs, runs)
+    result = select_layers(this, lambda text: say_to.print(f"[dim]{text}[/]"))
+    if as_json:
+        print(json.dumps(result))
+        return
+    table = Table("rule", "boundaries", "score", "rank")
+    for row in result["sets"]:
+        rank = f"{row['rank']:,} of {result['candidate_sets']:,}" if row["rank"] else "-"
+        table.add_row(row["name"], str(row["layers"]), f"{row['score']:.4f}", rank)
+    console = Console()
+    console.print(table)
+    console.print(f"chosen boundaries: [bold]{result['chosen']}[/] of 0..{result['n_layers']}")
+    console.print(f"picture: {result['picture']}", soft_wrap=True)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@_explained
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which benchmark.")],
+) -> None:
+    """Run a benchmark of benchmarks/; further arguments are passed on."""
+    scripts = {path.stem: path for path in sorted((PROJECT / "benchmarks").glob("*.py"))}
+    if name not in scripts:
+        raise UserError(f"unknown benchmark {name!r}; there are {', '.join(scripts)}")
+    done = subprocess.run([sys.executable, str(scripts[name]), *context.args], env=os.environ)
+    raise typer.Exit(done.returncode)
