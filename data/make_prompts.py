@@ -1499,7 +1499,7 @@ def rag_maker(rng):
             passage, *questions = records.draw()
             passage, question = filler.fill(passage), filler.fill(rng.choice(questions))
             others = [Filler(rng).fill(records.draw()[0]) for _ in range(rng.randint(2, 3))]
-        passages = [passage] + others
+        passages = [passage, *others]
         rng.shuffle(passages)
         mark = marks.draw()
         listed = "\n".join(mark.replace("{n}", str(n)) + p for n, p in enumerate(passages, 1))

@@ -69,7 +69,8 @@ def _reference(target, prompt, count):
     ids = list(prompt)
     for _ in range(count):
         with torch.inference_mode():
-            ids.append(int(target.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            logits = target.model(torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
         if ids[-1] in target.eos_ids:
             break
     return ids[len(prompt) :]

@@ -64,7 +64,7 @@ def test_capture_ends_with_its_block(tiny):
 
 @pytest.mark.parametrize("boundary", [-1, 9])
 def test_a_boundary_that_does_not_exist_is_refused(tiny, boundary):
-    with pytest.raises(UserError, match="0..8"), tiny.capture([boundary]):
+    with pytest.raises(UserError, match=r"0\.\.8"), tiny.capture([boundary]):
         pass
 
 

@@ -2,6 +2,6 @@
 
 The modules follow the chapters of the book, and import only upwards in this list:
 ``spec``, ``targets``, ``corpus``, ``states``, ``entropy``, ``filtering``, ``cka``,
-``selection``, ``head``, ``training``, ``decoding``, ``speed``; ``figures``, ``chapters``,
-``booksite`` and ``cli`` sit on top.
+``selection``, ``head``, ``training``, ``engine``, ``decoding``, ``speed``; ``figures``,
+``chapters``, ``booksite`` and ``cli`` sit on top.
 """

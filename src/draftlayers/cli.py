@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from draftlayers.spec import CHAPTERS, PROJECT, Profile, Run, RunSpec, UserError
 
@@ -53,7 +54,7 @@ def _explained(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return command(*args, **kwargs)
         except UserError as err:
-            say_to.print(f"[bold red]error:[/] {err}", soft_wrap=True, markup=True)
+            say_to.print(Text.assemble(("error: ", "bold red"), str(err)), soft_wrap=True)
             raise typer.Exit(2) from None
 
     return wrapped
@@ -89,7 +90,9 @@ def models() -> None:
         table.add_row(name, entry["title"], entry["licence"], entry["about"])
     table.add_row(TINY, "random weights", "Apache-2.0", "built in memory, for tests")
     Console().print(table)
-    say_to.print("Any folder, .gguf file or Hugging Face id of a causal language model will do too.")
+    say_to.print(
+        "Any folder, .gguf file or Hugging Face id of a causal language model will do too."
+    )
 
 
 @app.command()
@@ -183,3 +186,7 @@ def bench(
         raise UserError(f"unknown benchmark {name!r}; there are {', '.join(scripts)}")
     done = subprocess.run([sys.executable, str(scripts[name]), *context.args], env=os.environ)
     raise typer.Exit(done.returncode)
+
+
+if __name__ == "__main__":
+    app()

@@ -215,9 +215,7 @@ def _generate_batch(
     return list(answers.items())
 
 
-def _sample(
-    logits: Tensor, temperatures: Tensor, generators: list[torch.Generator]
-) -> Tensor:
+def _sample(logits: Tensor, temperatures: Tensor, generators: list[torch.Generator]) -> Tensor:
     """The next token of each stream: greedy, or by inverting the cumulative distribution."""
     tokens = logits.argmax(-1)
     warm = (temperatures > 0).nonzero()[:, 0]
@@ -311,7 +309,10 @@ def answer_prompts(
     stale = {prompts[i].id for i in todo} & set(have)
     keep = [j for j, identity in enumerate(done.ids) if identity not in stale]
     done = Answers(
-        *([column[j] for j in keep] for column in (done.ids, done.crc, done.temperature, done.tokens))
+        *(
+            [column[j] for j in keep]
+            for column in (done.ids, done.crc, done.temperature, done.tokens)
+        )
     )
     group = 6 * STREAMS
     order = [
@@ -342,9 +343,7 @@ def shipped_answers(target: Target) -> Path:
     return DATA / "answers" / f"{target.name}.safetensors"
 
 
-def load_corpus(
-    target: Target, run: Run, say: Callable[[str], None] = lambda text: None
-) -> Corpus:
+def load_corpus(target: Target, run: Run, say: Callable[[str], None] = lambda text: None) -> Corpus:
     """Training and validation conversations and held-out prompts of a run.
 
     Shipped answers are used where they are this target's; what is missing the target writes
@@ -374,7 +373,7 @@ def load_corpus(
         )
     else:
         validation = spec.validation_conversations
-    conversations = _pair(target, prompts, answers, spec.max_prompt_tokens, spec.answer_tokens)
+    conversations = pair(target, prompts, answers, spec.max_prompt_tokens, spec.answer_tokens)
     conversations = conversations[:wanted]
     if len(conversations) < validation + 2:
         raise UserError(
@@ -399,7 +398,7 @@ def until_tokens(conversations: Sequence[Conversation], tokens: int) -> list[Con
     return taken
 
 
-def _pair(
+def pair(
     target: Target, prompts: list[Prompt], answers: Answers, max_prompt: int, max_answer: int
 ) -> list[Conversation]:
     """Conversations in the order of the prompts, where prompt and answer still fit together."""

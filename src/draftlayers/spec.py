@@ -139,7 +139,6 @@ class RunSpec(BaseModel):
             raise UserError(_explain(err)) from None
         return {name: None if name in nulls else getattr(parsed, name) for name in texts}
 
-
     @property
     def overrides(self) -> dict[str, Any]:
         """The fields that differ from the profile's defaults."""

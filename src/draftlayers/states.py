@@ -193,7 +193,7 @@ def _collect_shard(
             rows["top_ids"] = torch.zeros(total, top, dtype=torch.int32)
             rows["top_logprobs"] = torch.zeros(total, top, dtype=torch.float16)
     captured = sorted({*boundaries, target.n_layers} if first else boundaries)
-    for batch in _batches(lengths):
+    for batch in batches(lengths):
         longest = max(lengths[i] for i in batch)
         # Padding stands on the right of a causal model, where no real position can see it.
         ids = torch.zeros(len(batch), longest, dtype=torch.long)
@@ -237,7 +237,7 @@ def _predicts_answer(conversation: Conversation) -> Tensor:
     return flags
 
 
-def _batches(lengths: list[int]) -> Iterator[list[int]]:
+def batches(lengths: list[int]) -> Iterator[list[int]]:
     """Group sequences of similar length so that a padded batch holds at most ``BATCH`` tokens."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):

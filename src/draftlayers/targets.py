@@ -72,8 +72,8 @@ class Target:
         error = (self.unembed(probe) - logits.float()).abs().max().item()
         if not error <= 1e-3 * max(1.0, logits.float().abs().max().item()):
             raise UserError(
-                f"{name}: final norm and output matrix do not reproduce the model's logits (largest "
-                f"difference {error:.3g}), so its layers cannot be read through the output matrix; "
+                f"{name}: final norm and output matrix do not reproduce the model's logits "
+                f"(largest difference {error:.3g}), so its layers cannot be read through them; "
                 f"the architecture {type(model).__name__} needs its own unembedding in targets.py"
             )
 
@@ -186,7 +186,8 @@ class Target:
             if isinstance(child, nn.ModuleList) and len(child) == self.n_layers:
                 return child
         raise UserError(
-            f"{self.name}: no list of {self.n_layers} decoder layers in {type(self.decoder).__name__}"
+            f"{self.name}: {type(self.decoder).__name__} has no list of {self.n_layers} decoder "
+            "layers"
         )
 
     @torch.inference_mode()
@@ -199,9 +200,11 @@ class Target:
                 if not isinstance(child, nn.ModuleList):
                     hooks.append(
                         child.register_forward_pre_hook(
-                            lambda module, args: takers.append(module)
-                            if args and args[0] is states.get(self.n_layers)
-                            else None
+                            lambda module, args: (
+                                takers.append(module)
+                                if args and args[0] is states.get(self.n_layers)
+                                else None
+                            )
                         )
                     )
             ids = torch.arange(4, device=self.device).remainder(self.vocab_size)[None]
@@ -513,6 +516,8 @@ def tiny_target(
         }  # fmt: skip
     torch_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **(values | config)))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(architecture, **(values | config))
+    )
     torch.set_rng_state(torch_state)
     return Target(TINY, model.float(), tokenizer, "Apache-2.0")
