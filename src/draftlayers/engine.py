@@ -253,7 +253,7 @@ class HuggingFacePass:
         self.way = "Hugging Face decoder" + (", packed weights" if packed else "")
         self.boundaries: tuple[int, ...] = ()
         self.states: dict[int, Tensor] = {}
-        self.graphs: dict[tuple[int, int, int], GraphedPass] = {}
+        self.graphs: dict[int, GraphedPass] = {}
         # A graph lives on one device; a model spread over several is run operation by operation.
         devices = {p.device for p in target.model.parameters()}
         self.graphed = len(devices) == 1 and target.device.type == "cuda"
@@ -276,17 +276,22 @@ class HuggingFacePass:
         self, tokens: Tensor, positions: Tensor, visible: Tensor, kv: KVCache, rows: int
     ) -> tuple[Tensor, Tensor | None]:
         n = len(tokens)
-        slots = kv.length + torch.arange(n, device=tokens.device)
-        inputs = [tokens, positions, slots, *self._masks(positions, visible, kv.length)]
-        if not self.graphed or n > SPARE:
-            return self._run(inputs, kv, rows)
+        if not self.graphed or rows < n:  # a prompt is read once, in a shape of its own
+            return self._run(self._inputs(tokens, positions, visible, kv.length), kv, rows)
+        # One graph serves all passes up to the next power of two; what fills up sees only itself.
+        size = 1 << (n - 1).bit_length()
+        tokens, positions = (F.pad(t, (0, size - n)) for t in (tokens, positions))
+        visible = F.pad(visible, (0, 0, 0, size - n))
+        own = torch.arange(n, size, device=tokens.device)
+        visible[own, kv.length + own] = True
+        inputs = self._inputs(tokens, positions, visible, kv.length)
         if kv.capacity != self.capacity:  # the buffers were allocated anew
             self.graphs.clear()
             self.capacity = kv.capacity
-        key = (n, rows, kv.capacity)
-        if key not in self.graphs:
-            self.graphs[key] = GraphedPass(lambda static: self._run(static, kv, rows), inputs)
-        return self.graphs[key](inputs)
+        if size not in self.graphs:
+            self.graphs[size] = GraphedPass(lambda static: self._run(static, kv, size), inputs)
+        logits, states = self.graphs[size](inputs)
+        return logits[:n], None if states is None else states[:n]
 
     def _run(self, inputs: list[Tensor], kv: KVCache, rows: int) -> tuple[Tensor, Tensor | None]:
         tokens, positions, kv.slots, *masks = inputs
@@ -304,18 +309,22 @@ class HuggingFacePass:
         device = logits.device
         return logits, torch.cat([self.states[b][0].to(device) for b in self.boundaries], dim=-1)
 
-    def _masks(self, positions: Tensor, visible: Tensor, before: int) -> list[Tensor]:
-        """Additive masks ``[1, 1, n, columns]``, one for each kind of layer."""
+    def _inputs(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor, before: int
+    ) -> list[Tensor]:
+        """Tokens, positions, cache places, and an additive mask ``[1, 1, n, columns]`` for each
+        kind of layer."""
+        slots = before + torch.arange(len(tokens), device=tokens.device)
         masks, dtype = [], self.target.dtype
         for window in self.windows.values():
             seen = visible
             if window:
                 places = torch.arange(visible.shape[1], device=visible.device)
-                places[before : before + len(positions)] = positions
+                places[slots] = positions
                 seen = visible & (positions[:, None] - places < window)
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
             masks.append(mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None])
-        return masks
+        return [tokens, positions, slots, *masks]
 
 
 class GraphedPass:
@@ -349,11 +358,10 @@ class LlamaPass:
     """
 
     way = "lean Llama decoder, packed weights"
-    windows: dict[str, None] = {}
 
     def __init__(self, target: Target, packed: bool):
         config = target.config
-        self.target = target
+        self.target, self.windows = target, _windows(config)
         self.kv_heads = config.num_key_value_heads
         self.group = config.num_attention_heads // self.kv_heads
         self.head_dim = getattr(config, "head_dim", None) or (
