@@ -64,7 +64,7 @@ class ArraySource:
         """Yield float32 ``[layers, <= size, d]`` in the order of ``rows``."""
         index = [self.boundaries.index(b) for b in boundaries or self.boundaries]
         for part in rows.split(size):
-            yield self.states[index][:, part].float()
+            yield torch.stack([self.states[i, part] for i in index]).float()
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,7 @@ class Basis:
 
     shift ``[layers, d]`` and scale ``[layers]`` only serve precision: CKA does not depend on
     them. vectors ``[layers, d, r]`` are orthonormal columns; None stands for all d directions.
+    Any basis gives an unbiased result; a good one leaves little to the blocks.
     """
 
     shift: Tensor
@@ -181,7 +182,7 @@ class Basis:
 
     @classmethod
     def fit(cls, source: Source, rows: Tensor, rank: int, boundaries: Sequence[int]) -> Basis:
-        """Take mean, spread and the ``rank`` first principal directions of up to 512 rows.
+        """Take mean, spread and about the ``rank`` first principal directions of 512 rows.
 
         Raises
         ------
@@ -189,27 +190,25 @@ class Basis:
             When a layer is constant over the rows, or holds NaN or infinite values.
         """
         shifts, scales, vectors = [], [], []
+        generator = torch.Generator().manual_seed(0)
         for boundary in boundaries:
-            x = next(source.blocks(rows[:_BASIS_ROWS], _BASIS_ROWS, [boundary]))[0].double()
+            x = next(source.blocks(rows[:_BASIS_ROWS], _BASIS_ROWS, [boundary]))[0].float()
             _check_finite(x[None], [boundary])
             mean = x.mean(0)
             x = x - mean
-            spread = x.pow(2).sum(1).mean().sqrt()
-            if spread <= 1e-7 * mean.norm() or spread == 0:
+            spread = torch.linalg.vector_norm(x) / len(x) ** 0.5
+            if not spread > 1e-6 * mean.norm():
                 raise ValueError(
                     f"boundary {boundary} is constant over the rows, so its CKA is undefined; "
                     "leave it out"
                 )
-            shifts.append(mean.float())
-            scales.append(spread.float())
-            if rank < source.d:
-                # The row side when it is smaller: eigenvectors of XX' give those of X'X.
-                if len(x) <= source.d:
-                    values, left = torch.linalg.eigh(x @ x.T)
-                    found = x.T @ left[:, -rank:] / values[-rank:].clamp_min(1e-300).sqrt()
-                else:
-                    found = torch.linalg.eigh(x.T @ x)[1][:, -rank:]
-                vectors.append(torch.linalg.qr(found)[0].float())
+            shifts.append(mean)
+            scales.append(spread)
+            if rank < source.d:  # three subspace iterations; an eigensolver is no better here
+                q = torch.randn(source.d, rank, generator=generator).to(x)
+                for _ in range(3):
+                    q = torch.linalg.qr(x.T @ (x @ q))[0]
+                vectors.append(q)
         return cls(torch.stack(shifts), torch.stack(scales), torch.stack(vectors) if vectors else None)
 
 
@@ -335,13 +334,15 @@ class CKASums:
         cuts = [(0, m - m % self.block, self.block), (m - m % self.block, m, m % self.block)]
         cuts = [(start, stop, b) for start, stop, b in cuts if b >= 4 and stop > start]
         grams = [torch.empty(layers, (q - p) // b, b, b, device=device) for p, q, b in cuts]
-        member = torch.nn.functional.one_hot(level, self.levels).to(torch.float32)
-        for i in range(layers):
-            y = (block[i].to(device, torch.float32) - self.basis.shift[i]) / self.basis.scale[i]
-            full[:, i] = y.pow(2).sum(1)
-            self.full_sum[:, i] += (member.T.to(device) @ y).double().cpu()
-            z[:, i] = y @ self.basis.vectors[i] if split else y
-            if split:
+        member = torch.nn.functional.one_hot(level, self.levels).to(device, torch.float32)
+        for i, scale in enumerate(self.basis.scale):
+            y = block[i].to(device, torch.float32) - self.basis.shift[i]
+            full[:, i] = (torch.linalg.vector_norm(y, dim=1) / scale).square()
+            self.full_sum[:, i] += (member.T @ y / scale).double().cpu()
+            if not split:
+                z[:, i] = y / scale
+            else:
+                z[:, i] = y @ (self.basis.vectors[i] / scale)
                 for (p, q, b), gram in zip(cuts, grams, strict=True):
                     rows = y[p:q].view(-1, b, d)
                     torch.bmm(rows, rows.mT, out=gram[i])
@@ -349,34 +350,43 @@ class CKASums:
         if split:
             for (p, q, b), gram in zip(cuts, grams, strict=True):
                 rows = z[p:q].view(-1, b, layers, self.rank).permute(2, 0, 1, 3)
-                self._add_rest(gram, rows @ rows.mT, level[p:q].view(-1, b))
+                squares = self.basis.scale.double().cpu().square()
+                blocks = level[p:q].view(-1, b)
+                self._add_rest(gram, blocks, 1 / torch.outer(squares, squares))
+                self._add_rest(rows @ rows.mT, blocks, -1.0)
+                self.rest_pairs += self._pairs(blocks)
         norms = full.double().cpu()
         cell = level * self.parts + part
         self.full_norms.index_add_(0, cell, norms)
-        for rank_of_level in range(self.levels):
-            chosen = norms[level == rank_of_level]
-            self.full_norm_products[rank_of_level] += chosen.T @ chosen
+        for top in range(self.levels):
+            chosen = norms[level == top]
+            self.full_norm_products[top] += chosen.T @ chosen
         self._waiting.append((z.flatten(1), cell))
         if sum(len(c) for _, c in self._waiting) >= _FLUSH_ROWS:
             self._flush()
 
-    def _add_rest(self, gram: Tensor, strong: Tensor, level: Tensor) -> None:
-        """Add HSIC of the whole Gram matrices minus that of their strong parts, per block."""
-        for k, sign in ((gram, 1.0), (strong, -1.0)):
-            k.diagonal(dim1=2, dim2=3).zero_()
-            for top in range(self.levels):
-                inside = (level <= top).to(k)  # [blocks, b]
-                kept = k if inside.all() else k * inside[:, :, None] * inside[:, None, :]
-                m = inside.sum(1).double().cpu()
-                flat = kept.flatten(1)
-                row = kept.sum(3)  # [layers, blocks, b]
-                total = row.sum(2).double().cpu()
-                scaled = (row / (m - 2).clamp_min(1).to(row)[:, None]).flatten(1)
-                hsic = (flat @ flat.T - 2 * scaled @ row.flatten(1).T).double().cpu()
-                hsic += (total / ((m - 1) * (m - 2)).clamp_min(1)) @ total.T
-                self.rest[top] += sign * hsic
-                if sign > 0:
-                    self.rest_pairs[top] += (m * (m - 3)).sum()
+    def _add_rest(self, gram: Tensor, level: Tensor, factor: Tensor | float) -> None:
+        """Add ``factor`` times m(m-3) HSIC_1 of each block.
+
+        gram ``[layers, blocks, b, b]`` is overwritten, level is ``[blocks, b]``.
+        """
+        gram.diagonal(dim1=2, dim2=3).zero_()
+        for top in range(self.levels):
+            inside = (level <= top).to(gram)
+            kept = gram if top == self.levels - 1 else gram * (inside[:, :, None] * inside[:, None])
+            m = inside.sum(1).double()
+            flat = kept.flatten(1)
+            row = kept.sum(3)  # [layers, blocks, b]
+            total = row.sum(2).double()
+            scaled = (row / (m - 2).clamp_min(1).to(row)[:, None]).flatten(1)
+            hsic = (flat @ flat.T - 2 * scaled @ row.flatten(1).T).double()
+            hsic += (total / ((m - 1) * (m - 2)).clamp_min(1)) @ total.T
+            self.rest[top] += factor * hsic.cpu()
+
+    def _pairs(self, level: Tensor) -> Tensor:
+        """Sum over blocks of m(m-3), m the rows of a block at each level."""
+        m = torch.stack([(level <= top).sum(1) for top in range(self.levels)]).double()
+        return (m * (m - 3)).sum(1)
 
     def _flush(self) -> None:
         if not self._waiting:
