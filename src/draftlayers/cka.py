@@ -20,6 +20,7 @@ for each part of the data, whatever the number of rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,6 +36,10 @@ MEMORY_LIMIT = 2e9
 _BASIS_ROWS = 512
 _CHUNK_BYTES = 80e6
 _FLUSH_ROWS = 8192
+_ADDITIVE = (
+    "cross", "sum", "by_norm", "norm_products", "norms", "full_norms", "full_norm_products",
+    "full_sum", "count", "rest", "rest_pairs",
+)  # fmt: skip
 
 
 class Source(Protocol):
@@ -209,7 +214,9 @@ class Basis:
                 for _ in range(3):
                     q = torch.linalg.qr(x.T @ (x @ q))[0]
                 vectors.append(q)
-        return cls(torch.stack(shifts), torch.stack(scales), torch.stack(vectors) if vectors else None)
+        return cls(
+            torch.stack(shifts), torch.stack(scales), torch.stack(vectors) if vectors else None
+        )
 
 
 def _check_finite(block: Tensor, boundaries: Sequence[int]) -> None:
@@ -298,12 +305,9 @@ class CKASums:
         self.rest_pairs = torch.zeros(levels, **f64)
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
-    _ADDITIVE = (
-        "cross sum by_norm norm_products norms full_norms full_norm_products full_sum count "
-        "rest rest_pairs"
-    ).split()
-
-    def update(self, block: Tensor, part: Tensor | None = None, level: Tensor | None = None) -> None:
+    def update(
+        self, block: Tensor, part: Tensor | None = None, level: Tensor | None = None
+    ) -> None:
         """Add rows.
 
         Parameters
@@ -430,7 +434,7 @@ class CKASums:
             raise ValueError("sums merge only with the same basis, boundaries, parts and levels")
         self._flush()
         other._flush()
-        for name in self._ADDITIVE:
+        for name in _ADDITIVE:
             getattr(self, name).add_(getattr(other, name))
         return self
 
@@ -454,7 +458,11 @@ class CKASums:
             used = self._present(level)
             left_out = left_out[used]
             g = len(left_out)
-            se = ((left_out - left_out.mean(0)).pow(2).sum(0) * (g - 1) / g).sqrt() if g > 1 else None
+            se = (
+                ((left_out - left_out.mean(0)).pow(2).sum(0) * (g - 1) / g).sqrt()
+                if g > 1
+                else None
+            )
         return CKA(
             matrix=_normalise(hsic),
             biased=_normalise(self._biased(hsic, level, n)),
@@ -657,7 +665,7 @@ def measure(
     # Every block gets its fair number of rows from each level: shuffle inside each level, then
     # put row i of a level of size m at the place i/m, so that a contiguous cut holds all levels.
     place = torch.empty(n, dtype=torch.float64)
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         shuffled = torch.randperm(stop - start, generator=generator).double()
         place[start:stop] = (shuffled + 0.5) / max(1, stop - start)
     order = place.argsort(stable=True)
