@@ -263,13 +263,12 @@ class HuggingFacePass:
 
     @contextmanager
     def session(self, capacity: int, boundaries: Sequence[int]) -> Iterator[None]:
-        last = self.target.n_layers
         wanted = tuple(sorted(boundaries))
         if wanted != self.boundaries:
             self.graphs.clear()
         self.boundaries = wanted
         packed = self.linears.installed() if self.linears else nullcontext()
-        with packed, self.target.capture({*wanted, last}) as self.states:
+        with packed, self.target.capture(wanted) as self.states:
             yield
 
     def __call__(
@@ -296,14 +295,14 @@ class HuggingFacePass:
     def _run(self, inputs: list[Tensor], kv: KVCache, rows: int) -> tuple[Tensor, Tensor | None]:
         tokens, positions, kv.slots, *masks = inputs
         named = dict(zip(self.windows, masks, strict=True))
-        self.target.decoder(
+        last = self.target.decoder(
             input_ids=tokens[None],
             position_ids=positions[None],
             attention_mask=named.get("all", named),
             cache=kv,
             use_cache=True,
-        )
-        logits = self.target.unembed(self.states[self.target.n_layers][0, -rows:])
+        ).last_hidden_state
+        logits = self.target.output_logits(last[0, -rows:])
         if not self.boundaries:
             return logits, None
         device = logits.device

@@ -1,0 +1,203 @@
+"""How fast answers are decoded: plainly, speculatively, and by Hugging Face's ``generate()``.
+
+    python benchmarks/decoding.py [--json -] [--head FOLDER] [--model NAME]
+
+All methods decode the same held-out prompts greedily in one process, in an order that rotates from
+prompt to prompt, after one unmeasured round; outputs are compared before a time counts. Times are
+those of whole answers, the prompt included, because ``generate()`` tells no other. Three ratios
+sum it up:
+
+``verify6_over_decode``
+    a target pass over 6 tokens against a pass over 1 on our engine, the medians of passes taken
+    in turn after the same context;
+``plain_over_hf``
+    our plain decoding against ``generate()``, tokens per second;
+``spec_over_plain``
+    our speculative decoding with the head against our plain decoding, likewise.
+
+Beside them stand ``generate()`` with prompt lookup, and with assisted generation where the
+assistant is the target's own first layers (it has no smaller sibling). Loading and preparing are
+reported apart. The head is the default layers' from the furthest run at hand, or ``--head``;
+without any it is an untrained one, which the result says.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from draftlayers.corpus import read_prompts
+from draftlayers.decoding import Decoded, HeadDrafter, decode
+from draftlayers.engine import Engine
+from draftlayers.head import DraftHead, HeadConfig, start_from_target
+from draftlayers.selection import default_rule
+from draftlayers.spec import DATA, PROJECT, device_name, slug, versions
+from draftlayers.speed import Measured, compare, first_difference, interval, measure_costs
+from draftlayers.targets import Target, load_target
+
+HF = "generate()"
+
+
+def find_head(target: Target, folder: Path | None) -> tuple[DraftHead, str]:
+    """The head to draft with, and where it comes from."""
+    layers = tuple(default_rule(target.n_layers))
+    name = "-".join(map(str, layers)) + "-s0"
+    runs = PROJECT / "runs" / slug(target.name)
+    places = [folder] if folder else [runs / p / "heads" / name for p in ("full", "quick")]
+    for place in places:
+        if folder or (place / "config.json").exists():
+            return DraftHead.load(place, target), str(place)
+    embedding = target.model.get_input_embeddings().weight
+    size = min(6000, len(embedding))
+    vocabulary = torch.arange(len(embedding) - size, len(embedding))
+    head = DraftHead(HeadConfig.for_target(target, layers, size), embedding, vocabulary)
+    start_from_target(head, target, 0)
+    return head.eval(), "untrained: no run has a head yet"
+
+
+def hugging_face(target: Target, **options: Any) -> Callable[[list[int], int], Decoded]:
+    """``generate()`` as a method that reports like our own."""
+
+    def run(prompt: list[int], max_new_tokens: int) -> Decoded:
+        ids = torch.tensor([prompt], device=target.device)
+        began = time.perf_counter()
+        out = target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(target.eos_ids),
+            pad_token_id=target.tokenizer.pad_token_id,
+            **options,
+        )
+        if target.device.type == "cuda":
+            torch.cuda.synchronize()
+        tokens = out[0, len(prompt) :].tolist()
+        seconds = time.perf_counter() - began
+        return Decoded(tokens, seconds={"total": seconds, "prefill": 0.0})
+
+    return run
+
+
+def main(
+    json_to: Annotated[str, typer.Option("--json", help="File for the result; - prints it.")] = "-",
+    model: Annotated[str, typer.Option(help="Target, as everywhere.")] = "smollm2-135m",
+    head: Annotated[Path | None, typer.Option(help="Folder of a trained head.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts.")] = 14,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each.")] = 64,
+    depth: Annotated[int, typer.Option(min=1, help="Guesses of a chain.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 2,
+) -> None:
+    """Time decoding and print one JSON object."""
+    began = time.perf_counter()
+    target = load_target(model, say=lambda text: print(text, file=sys.stderr))
+    loaded = time.perf_counter()
+    engine = Engine(target)
+    prepared = time.perf_counter()
+    draft_head, source = find_head(target, head)
+    chain = HeadDrafter(draft_head, depth)
+    tree = HeadDrafter(draft_head, depth, top_k=4, total=2 * depth)
+    ready = time.perf_counter()
+    rendered = [target.render(p.turns) for p in read_prompts(DATA / "prompts" / "heldout.jsonl")]
+    rendered = [ids for ids in rendered if len(ids) <= 320]
+    # Spread over the file, which goes through the kinds of prompts in turn.
+    chosen = rendered[:: max(1, len(rendered) // prompts)][:prompts]
+
+    def ours(drafter: HeadDrafter | None) -> Callable[[list[int], int], Decoded]:
+        return lambda ids, n: decode(engine, ids, n, drafter)
+
+    methods = {
+        "plain": ours(None),
+        "chain": ours(chain),
+        "tree": ours(tree),
+        HF: hugging_face(target),
+        f"{HF}, prompt lookup": hugging_face(target, prompt_lookup_num_tokens=depth),
+        f"{HF}, assisted": hugging_face(target, assistant_early_exit=target.n_layers // 3),
+    }
+    names = list(methods)
+    runs: dict[str, list[list[Decoded]]] = {name: [[] for _ in chosen] for name in names}
+    differences: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for name in names:
+        methods[name](chosen[0], tokens)
+    for repeat in range(repeats):
+        for i, ids in enumerate(chosen):
+            shift = (i + repeat) % len(names)
+            for name in names[shift:] + names[:shift]:
+                runs[name][i].append(methods[name](ids, tokens))
+            for name in names[1:]:
+                found = first_difference(engine, ids, runs["plain"][i][-1], runs[name][i][-1])
+                if found and not repeat:
+                    differences[name].append({"prompt": i, "place": found[0], "gap": found[1]})
+            print(f"round {repeat + 1}: {i + 1} of {len(chosen)} prompts", file=sys.stderr)
+
+    def speed(name: str, index: torch.Tensor) -> float:
+        """Tokens per second over whole answers, medians over rounds, pooled over prompts."""
+        counts = torch.tensor([float(len(runs[name][i][0].tokens)) for i in range(len(chosen))])
+        seconds = torch.tensor(
+            [statistics.median(r.seconds["total"] for r in repeats) for repeats in runs[name]]
+        )
+        return (counts[index].sum() / seconds[index].sum()).item()
+
+    def ratio(name: str, base: str) -> tuple[float, tuple[float, float]]:
+        def statistic(index: torch.Tensor) -> float:
+            return speed(name, index) / speed(base, index)
+
+        return statistic(whole), interval(statistic, len(chosen), 1000)
+
+    whole = torch.arange(len(chosen))
+    costs = measure_costs(engine, chain, max(chosen, key=len))
+    table = compare(Measured({name: runs[name] for name in ("plain", "chain", "tree")}, []), 200)
+    hf, hf_interval = ratio("plain", HF)
+    best, best_interval = ratio("chain", "plain")
+    result = {
+        "verify6_over_decode": costs.verify(6) / costs.passes[1],
+        "plain_over_hf": hf,
+        "plain_over_hf_interval": hf_interval,
+        "spec_over_plain": best,
+        "spec_over_plain_interval": best_interval,
+        "tree_over_plain": ratio("tree", "plain")[0],
+        "tokens_per_second": {name: speed(name, whole) for name in names},
+        "tau": {name: table[name]["tau"] for name in ("chain", "tree")},
+        "alpha": table["chain"]["alpha"],
+        "pass_ms": {n: 1000 * seconds for n, seconds in costs.passes.items()},
+        "draft_step_ms": 1000 * costs.draft_next,
+        "draft_first_ms": 1000 * costs.draft_first,
+        "rest_ms": 1000 * costs.rest[1],
+        "identical": {name: 1 - len(differences[name]) / len(chosen) for name in names},
+        "differences": {name: found for name, found in differences.items() if found},
+        "startup_seconds": {
+            "load_target": loaded - began,
+            "prepare_engine": prepared - loaded,
+            "load_and_prepare_head": ready - prepared,
+        },
+        "setting": {
+            "model": model,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "engine": engine.way,
+            "head": source,
+            "depth": depth,
+            "tree": {"depth": depth, "top_k": tree.top_k, "total": tree.total},
+            "prompts": len(chosen),
+            "new_tokens": tokens,
+            "rounds": repeats,
+            "device": device_name(),
+            "versions": versions(),
+        },
+    }
+    text = json.dumps(result, indent=1)
+    if json_to == "-":
+        print(text)
+    else:
+        Path(json_to).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
