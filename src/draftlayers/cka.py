@@ -195,7 +195,8 @@ class Basis:
             When a layer is constant over the rows, or holds NaN or infinite values.
         """
         shifts, scales, vectors = [], [], []
-        generator = torch.Generator().manual_seed(0)
+        # One start for all layers, so that copies of a layer get one basis and a CKA of 1.
+        start = torch.randn(source.d, rank, generator=torch.Generator().manual_seed(0))
         for boundary in boundaries:
             x = next(source.blocks(rows[:_BASIS_ROWS], _BASIS_ROWS, [boundary]))[0].float()
             _check_finite(x[None], [boundary])
@@ -210,7 +211,7 @@ class Basis:
             shifts.append(mean)
             scales.append(spread)
             if rank < source.d:  # three subspace iterations; an eigensolver is no better here
-                q = torch.randn(source.d, rank, generator=generator).to(x)
+                q = start.to(x)
                 for _ in range(3):
                     q = torch.linalg.qr(x.T @ (x @ q))[0]
                 vectors.append(q)
@@ -385,7 +386,8 @@ class CKASums:
             scaled = (row / (m - 2).clamp_min(1).to(row)[:, None]).flatten(1)
             hsic = (flat @ flat.T - 2 * scaled @ row.flatten(1).T).double()
             hsic += (total / ((m - 1) * (m - 2)).clamp_min(1)) @ total.T
-            self.rest[top] += factor * hsic.cpu()
+            hsic = hsic.cpu()
+            self.rest[top] += factor * (hsic + hsic.T) / 2
 
     def _pairs(self, level: Tensor) -> Tensor:
         """Sum over blocks of m(m-3), m the rows of a block at each level."""
@@ -447,22 +449,19 @@ class CKASums:
             With fewer than 4 rows, or for a layer that does not vary over them.
         """
         level = range(self.levels)[level]
+        self._flush()
         everything = torch.ones(1, self.parts)
         hsic, trace, strong = self._hsic(everything, level)
         hsic, trace, strong = hsic[0], trace[0], strong[0]
         n = int(self.count[: (level + 1) * self.parts].sum())
         self._check_varying(hsic, trace)
         se = None
-        if self.parts > 1:
-            left_out = self.replicates(1 - torch.eye(self.parts), level)[0]
-            used = self._present(level)
-            left_out = left_out[used]
-            g = len(left_out)
-            se = (
-                ((left_out - left_out.mean(0)).pow(2).sum(0) * (g - 1) / g).sqrt()
-                if g > 1
-                else None
-            )
+        size = self.count.view(self.levels, self.parts)[: level + 1].sum(0)
+        used = size.nonzero().flatten()
+        if len(used) > 1 and n - size.max() >= 4:
+            left_out = self.replicates(1 - torch.eye(self.parts)[used], level)[0]
+            g = len(used)
+            se = ((left_out - left_out.mean(0)).pow(2).sum(0) * (g - 1) / g).sqrt()
         return CKA(
             matrix=_normalise(hsic),
             biased=_normalise(self._biased(hsic, level, n)),
@@ -502,7 +501,10 @@ class CKASums:
         ValueError
             When there are fewer than two parts with rows to draw from.
         """
-        used = self._present(range(self.levels)[level])
+        level = range(self.levels)[level]
+        self._flush()
+        size = self.count.view(self.levels, self.parts)[: level + 1].sum(0)
+        used = size.nonzero().flatten()
         if len(used) < 2:
             raise ValueError(
                 "a bootstrap over sequences needs rows from at least two sequences; "
@@ -513,11 +515,6 @@ class CKASums:
         weights = torch.zeros(times, self.parts)
         weights.scatter_add_(1, used[drawn], torch.ones(drawn.shape))
         return weights
-
-    def _present(self, level: int) -> Tensor:
-        """Parts that have rows up to this level."""
-        count = self.count.view(self.levels, self.parts)[: level + 1].sum(0)
-        return count.nonzero().flatten()
 
     def _hsic(self, weights: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted HSIC_1 ``[B, L, L]``, traces ``[B, L]`` and the exact part of HSIC_1."""

@@ -1,0 +1,444 @@
+"""Entropy of a layer and of layers taken together, under five definitions.
+
+Used in chapters 02 (the definitions and where they disagree), 03 (how they move with the filter)
+and 05 (the score of a set). It knows states, and a target's ``unembed``; which rows count is
+``filtering``'s business and the similarity of layers is ``cka``'s, from which the Renyi-2
+entropies follow without further work.
+
+"The entropy of layers" is not one thing: definitions differ in what they are invariant to and
+rank layers differently. Each is an entry of ``DEFINITIONS``. Every one is non-negative and is
+also given as a share of its largest possible value, so that they fit one axis; a choice of layers
+never depends on that factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftlayers.states import entropy_of_logits
+
+GRAM_ROWS = 128
+CODING_PRECISION = 0.5
+_LENS_ROWS = 128
+
+
+class Source(Protocol):
+    """Anything that yields rows of states, such as a ``StateStore``."""
+
+    boundaries: tuple[int, ...]
+    d: int
+
+    def blocks(
+        self, rows: Tensor, size: int, boundaries: Sequence[int] | None = None
+    ) -> Iterator[Tensor]: ...
+
+
+class Unembedding(Protocol):
+    """A target, as far as the logit lens needs it."""
+
+    vocab_size: int
+
+    def unembed(self, states: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on some rows; layer and set entropies are computed from it.
+
+    Attributes
+    ----------
+    lens : Tensor
+        ``[L, m]`` logit-lens entropy in nats of sampled rows.
+    lens_rows : Tensor
+        ``[m]`` places of these rows in the list of rows that was measured.
+    feature_entropy, log_mass : Tensor
+        ``[L, m]`` entropy of softmax(h) over features and log-sum-exp of h, same rows.
+    grams : Tensor
+        ``[L, g, g]`` trace-1 Gram matrices of g centred rows.
+    overlap : Tensor
+        ``[L, L]`` inner products of trace-1 covariances, ``CKA.overlap``.
+    weights : Tensor or None
+        ``[B, m]`` bootstrap weights of the sampled rows; ``overlap`` is then ``[B, L, L]``.
+    vocabulary, width, rows : int
+        V, d and the number of rows behind ``overlap``.
+    """
+
+    lens: Tensor
+    lens_rows: Tensor
+    feature_entropy: Tensor
+    log_mass: Tensor
+    grams: Tensor
+    overlap: Tensor
+    vocabulary: int
+    width: int
+    rows: int
+    weights: Tensor | None = None
+
+    def among(self, count: int, overlap: Tensor) -> Measured:
+        """The same for the first ``count`` of the measured rows, with their ``overlap``.
+
+        Gram matrices stay those of all rows: their entropies are only comparable at equal numbers
+        of rows.
+        """
+        kept = self.lens_rows < count
+        return replace(
+            self,
+            lens=self.lens[:, kept],
+            lens_rows=self.lens_rows[kept],
+            feature_entropy=self.feature_entropy[:, kept],
+            log_mass=self.log_mass[:, kept],
+            overlap=overlap,
+            rows=count,
+        )
+
+    def resampled(self, weights: Tensor, overlaps: Tensor) -> Measured:
+        """Bootstrap replicates: rows weigh ``weights [B, m]``, overlaps are ``[B, L, L]``.
+
+        Entropies of the logit lens, of features and Renyi-2 then get a leading axis B. Those of
+        Gram matrices (von Neumann, coding rate) are held at their value.
+        """
+        return replace(self, weights=weights, overlap=overlaps)
+
+
+@torch.inference_mode()
+def measure(
+    target: Unembedding,
+    source: Source,
+    rows: Tensor,
+    overlap: Tensor,
+    *,
+    lens_tokens: int,
+    boundaries: Sequence[int] | None = None,
+    gram_rows: int = GRAM_ROWS,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Measured:
+    """Measure every definition on samples of ``rows``.
+
+    The logit lens costs 2 d V operations a row and layer, more than all else together, so it
+    reads ``lens_tokens`` rows; the sample is evenly spread over the order of ``rows``.
+
+    Parameters
+    ----------
+    target
+        Its ``unembed`` has the final norm, logit scaling and soft-capping of the model.
+    rows
+        ``[n]`` indices into ``source``.
+    overlap
+        ``CKA.overlap`` of the same rows and boundaries.
+
+    Raises
+    ------
+    ValueError
+        When there are fewer than 4 rows, or entropies are not finite.
+    """
+    if len(rows) < 4:
+        raise ValueError(f"entropies need at least 4 rows, got {len(rows)}")
+    boundaries = tuple(source.boundaries if boundaries is None else boundaries)
+    generator = torch.Generator().manual_seed(seed)
+    lens_rows = spread_sample(len(rows), lens_tokens, generator)
+    lens = torch.empty(len(boundaries), len(lens_rows))
+    features, mass = torch.empty_like(lens), torch.empty_like(lens)
+    for i, boundary in enumerate(boundaries):
+        start = 0
+        for block in source.blocks(rows[lens_rows], _LENS_ROWS, [boundary]):
+            stop = start + block.shape[1]
+            lens[i, start:stop] = entropy_of_logits(target.unembed(block[0])).cpu()
+            features[i, start:stop], mass[i, start:stop] = feature_softmax(block[0])
+            start = stop
+        say(f"logit-lens entropy: boundary {boundary}, {len(lens_rows):,} positions")
+    if not (torch.isfinite(lens).all() and torch.isfinite(mass).all()):
+        raise ValueError("an entropy is NaN or infinite; the states hold such values")
+    places = spread_sample(len(rows), gram_rows, generator)
+    grams = torch.stack(
+        [trace_gram(next(source.blocks(rows[places], len(places), [b]))[0]) for b in boundaries]
+    )
+    return Measured(
+        lens, lens_rows, features, mass, grams, overlap, target.vocab_size, source.d, len(rows)
+    )
+
+
+def spread_sample(n: int, count: int, generator: torch.Generator) -> Tensor:
+    """``min(n, count)`` rising places of range(n), one drawn from each of equal intervals."""
+    count = min(n, count)
+    edges = torch.linspace(0, n, count + 1, dtype=torch.float64)
+    drawn = edges[:-1] + torch.rand(count, generator=generator, dtype=torch.float64) * edges.diff()
+    return drawn.long().clamp_max(n - 1).unique()
+
+
+def feature_softmax(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy ``[m]`` of softmax over the features of ``[m, d]`` states, and log-sum-exp.
+
+    In float64: states of a massive activation reach 7e4.
+    """
+    states = states.double()
+    mass = states.logsumexp(-1)
+    log_p = states - mass[:, None]
+    return -(log_p.exp() * log_p).sum(-1).float(), mass.float()
+
+
+def trace_gram(states: Tensor) -> Tensor:
+    """Gram matrix ``[m, m]`` float64 of centred states ``[m, d]``, divided by its trace.
+
+    Raises
+    ------
+    ValueError
+        When the rows are all equal.
+    """
+    x = states.double()
+    x = x - x.mean(0)
+    trace = x.square().sum()
+    if not trace > 0:
+        raise ValueError("all rows of a layer are equal, so it has no spectrum")
+    return x @ x.T / trace
+
+
+def spectrum_entropy(operators: Tensor) -> Tensor:
+    """Von Neumann entropy ``[...]`` in nats of trace-1 symmetric matrices ``[..., g, g]``."""
+    values = torch.linalg.eigvalsh(operators).clamp_min(0)
+    return torch.special.entr(values).sum(-1)
+
+
+def coding_rate(operators: Tensor, width: int, precision: float = CODING_PRECISION) -> Tensor:
+    """Coding rate ``[...]`` in nats: 1/2 logdet(I + width / precision^2 K), K of trace 1 per layer.
+
+    Ma et al. 2007, equation 7, with rows scaled to unit mean square.
+    """
+    g = operators.shape[-1]
+    eye = torch.eye(g, dtype=operators.dtype)
+    factor = torch.linalg.cholesky(eye + operators * (width / precision**2))
+    return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+Sets = NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One meaning of "entropy of layers".
+
+    Attributes
+    ----------
+    layers
+        Function of ``Measured``: ``[L]`` in nats; ``[B, L]`` for replicates.
+    sets
+        Function of ``Measured`` and sets ``[M, k]`` of layer indices: the entropy of the
+        concatenation, ``[M]`` or ``[B, M]``.
+    largest
+        Function of ``Measured`` and k: the largest possible value.
+    formula, aggregate, invariant, cost, source
+        For the reader, in TeX and words; source is a citation key.
+    additive
+        Whether the entropy of a set is the mean of its members'.
+    """
+
+    name: str
+    title: str
+    formula: str
+    aggregate: str
+    invariant: str
+    cost: str
+    source: str
+    layers: Callable[[Measured], Tensor]
+    sets: Callable[[Measured, Sets], Tensor]
+    largest: Callable[[Measured, int], float]
+    additive: bool = False
+
+    def layer_shares(self, measured: Measured) -> Tensor:
+        """Layer entropies as shares of the largest possible value, ``[L]`` or ``[B, L]``."""
+        return self.layers(measured) / self.largest(measured, 1)
+
+    def set_shares(self, measured: Measured, sets: Sets) -> Tensor:
+        """Set entropies as shares of the largest possible value, ``[M]`` or ``[B, M]``."""
+        return self.sets(measured, sets) / self.largest(measured, sets.shape[1])
+
+    def aggregate_function(self, measured: Measured) -> Callable[[Sets], NDArray[Any]]:
+        """The shares of sets as a function that ``selection`` can call."""
+        return lambda sets: self.set_shares(measured, sets).numpy()
+
+
+def _row_mean(values: Tensor, measured: Measured) -> Tensor:
+    """Mean over the last axis of ``[X, m]``, or weighted means ``[B, X]``."""
+    values = values.double()
+    if measured.weights is None:
+        return values.mean(-1)
+    w = measured.weights.double()
+    return (w / w.sum(1, keepdim=True)) @ values.T
+
+
+def _index(sets: Sets) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(sets, dtype=np.int64))
+
+
+def _lens_sets(measured: Measured, sets: Sets) -> Tensor:
+    return _row_mean(measured.lens, measured)[..., _index(sets)].mean(-1)
+
+
+def _feature_sets(measured: Measured, sets: Sets) -> Tensor:
+    """Grouping law: softmax over concatenated features = softmax over layers, then within."""
+    found = []
+    for part in _index(sets).split(512):
+        mass = measured.log_mass.double()[part]  # [M, k, m]
+        share = torch.softmax(mass, 1)
+        inner = (share * measured.feature_entropy.double()[part]).sum(1)
+        found.append(_row_mean(inner + torch.special.entr(share).sum(1), measured))
+    return torch.cat(found, -1)
+
+
+def _renyi_layers(measured: Measured) -> Tensor:
+    return -measured.overlap.diagonal(dim1=-2, dim2=-1).log()
+
+
+def _renyi_sets(measured: Measured, sets: Sets) -> Tensor:
+    """The Gram matrix of a concatenation is the sum of its members', so overlaps add up."""
+    index = _index(sets)
+    k = index.shape[1]
+    pairs = (measured.overlap[..., index[:, a], index[:, b]] for a in range(k) for b in range(k))
+    return -(sum(pairs) / k**2).log()
+
+
+def _gram_layers(score: Callable[[Tensor, int], Tensor]) -> Callable[[Measured], Tensor]:
+    return lambda measured: score(measured.grams, measured.width)
+
+
+def _gram_sets(
+    score: Callable[[Tensor, int], Tensor], mean: bool
+) -> Callable[[Measured, Sets], Tensor]:
+    def sets_entropy(measured: Measured, sets: Sets) -> Tensor:
+        found = []
+        for part in _index(sets).split(256):
+            total = measured.grams[part[:, 0]].clone()
+            for column in part.T[1:]:
+                total += measured.grams[column]
+            found.append(score(total / part.shape[1] if mean else total, measured.width))
+        return torch.cat(found)
+
+    return sets_entropy
+
+
+def _directions(measured: Measured, k: int) -> int:
+    """Largest possible rank of g centred rows of k concatenated layers."""
+    return min(measured.grams.shape[-1] - 1, k * measured.width)
+
+
+def _largest_coding(measured: Measured, k: int) -> float:
+    r = _directions(measured, k)
+    return 0.5 * r * math.log1p(k * measured.width / CODING_PRECISION**2 / r)
+
+
+DEFINITIONS: dict[str, Definition] = {
+    d.name: d
+    for d in (
+        Definition(
+            name="logit_lens",
+            title="logit lens",
+            formula=r"\frac1n\sum_t H\big(\mathrm{softmax}(W_U\,\mathrm{norm}(h_t))\big)",
+            aggregate="mean of the members",
+            invariant="scale of each state (the final norm removes it)",
+            cost=r"$2ndV$",
+            source="nostalgebraist2020",
+            layers=lambda measured: _row_mean(measured.lens, measured),
+            sets=_lens_sets,
+            largest=lambda measured, k: math.log(measured.vocabulary),
+            additive=True,
+        ),
+        Definition(
+            name="renyi2",
+            title="Rényi-2",
+            formula=r"-\log\,\mathrm{tr}\,\hat\Sigma^2,\quad\hat\Sigma=\Sigma/\mathrm{tr}\,\Sigma",
+            aggregate=r"same formula for the concatenation, each layer scaled to trace 1",
+            invariant="rotation, shift, scale",
+            cost="none beyond CKA",
+            source="skean2025",
+            layers=_renyi_layers,
+            sets=_renyi_sets,
+            largest=lambda measured, k: math.log(min(measured.rows - 1, k * measured.width)),
+        ),
+        Definition(
+            name="von_neumann",
+            title="von Neumann",
+            formula=r"-\mathrm{tr}\,\hat\Sigma\log\hat\Sigma",
+            aggregate=r"same formula for the concatenation, each layer scaled to trace 1",
+            invariant="rotation, shift, scale",
+            cost=r"$g^2d+g^3$ for $g$ rows",
+            source="skean2025",
+            layers=_gram_layers(lambda grams, width: spectrum_entropy(grams)),
+            sets=_gram_sets(lambda grams, width: spectrum_entropy(grams), mean=True),
+            largest=lambda measured, k: math.log(_directions(measured, k)),
+        ),
+        Definition(
+            name="coding_rate",
+            title="coding rate",
+            formula=r"\tfrac12\log\det\big(I+\tfrac{d}{\varepsilon^2}\hat\Sigma\big)",
+            aggregate=r"same formula with the sum of the members' $\hat\Sigma$ in row space",
+            invariant="rotation, shift, scale",
+            cost=r"$g^2d+g^3/3$ for $g$ rows",
+            source="ma2007",
+            layers=_gram_layers(coding_rate),
+            sets=_gram_sets(coding_rate, mean=False),
+            largest=_largest_coding,
+        ),
+        Definition(
+            name="softmax",
+            title="softmax over features",
+            formula=r"\frac1n\sum_t H\big(\mathrm{softmax}(h_t)\big)",
+            aggregate="same formula for the concatenated features",
+            invariant="order of features only; scale acts as a temperature",
+            cost=r"$nd$",
+            source="source2026",
+            layers=lambda measured: _row_mean(measured.feature_entropy, measured),
+            sets=_feature_sets,
+            largest=lambda measured, k: math.log(k * measured.width),
+        ),
+    )
+}
+
+
+@torch.inference_mode()
+def mixture_entropy(
+    target: Unembedding,
+    source: Source,
+    rows: Tensor,
+    sets: Sequence[Sequence[int]],
+) -> tuple[Tensor, Tensor]:
+    """Logit-lens entropy of the mean of the members' distributions, for a few sets.
+
+    The excess over the mean of the members' entropies is their Jensen-Shannon divergence: how
+    much their readings of the same position differ. Too costly for all sets, V numbers for every
+    row and layer.
+
+    Parameters
+    ----------
+    sets
+        Boundaries of each set.
+
+    Returns
+    -------
+    mixture, mean
+        Each ``[sets]``, in nats.
+    """
+    needed = sorted({b for s in sets for b in s})
+    place = {b: i for i, b in enumerate(needed)}
+    mixture, mean = torch.zeros(len(sets), dtype=torch.float64), torch.zeros(len(sets)).double()
+    for block in source.blocks(rows, 32, needed):
+        p = torch.stack([torch.softmax(target.unembed(x), -1).cpu() for x in block])
+        own = torch.special.entr(p).sum(-1)
+        for i, s in enumerate(sets):
+            index = [place[b] for b in s]
+            mixture[i] += torch.special.entr(p[index].mean(0)).sum()
+            mean[i] += own[index].mean(0).sum()
+    return mixture / len(rows), mean / len(rows)
+
+
+def rank_correlation(scores: Tensor) -> Tensor:
+    """Spearman's rank correlation ``[D, D]`` between the rows of ``[D, M]`` scores without ties."""
+    ranks = scores.double().argsort(1).argsort(1).double()
+    return torch.corrcoef(ranks)
