@@ -219,3 +219,15 @@ def test_bad_states_are_refused():
         entropy.measure(Linear(), cka.ArraySource(x), rows, torch.eye(5), lens_tokens=60)
     with pytest.raises(ValueError, match="equal"):
         entropy.trace_gram(torch.ones(5, 3))
+
+
+@pytest.mark.parametrize("name", list(entropy.DEFINITIONS))
+def test_replicates_have_the_shape_that_the_search_wants(name):
+    m, definition = measured(states()), entropy.DEFINITIONS[name]
+    weights = torch.ones(3, m.lens.shape[1])
+    found = entropy.replicated_shares(
+        definition, m, ALL_SETS, weights, m.overlap.expand(3, -1, -1)
+    )  # fmt: skip
+    assert found.shape == (3, LAYERS if definition.additive else len(ALL_SETS))
+    again = entropy.Measured.from_arrays(m.to_arrays())
+    assert torch.equal(definition.layers(again), definition.layers(m))

@@ -226,3 +226,17 @@ def test_eighty_layers_four_at_a_time():
     found = sel.exhaustive(e, cka, 4)
     assert len(found.layers) == 4
     assert time.perf_counter() - start < 10  # under one second when the machine is free
+
+
+def test_compare_runs_every_method():
+    e, cka = problem(12, 1)
+    found = sel.compare(e, cka, 3, 0.9)
+    assert found["default"].layers == (2, 6, 9)
+    best = max(found.values(), key=lambda s: s.score if len(s.layers) == 3 else -1)
+    assert best.score == found["exhaustive"].score
+    for s in found.values():
+        assert sel.check_layers(s.layers, 12) == s.layers
+        assert s.score == pytest.approx(float(sel.score_sets(
+            np.array([s.layers]), sel.mean_entropy(e), cka)[0]))  # fmt: skip
+        assert s.to_dict()["method"] == s.method
+    assert "exhaustive" not in sel.compare(e, cka, 5, 0.9)

@@ -34,7 +34,9 @@ MAX_PARTS = 32
 FLOP_LIMIT = 1e12
 MEMORY_LIMIT = 2e9
 _BASIS_ROWS = 512
+_SUMS_BYTES = 256e6
 _CHUNK_BYTES = 80e6
+_REPLICATES = 16
 _FLUSH_ROWS = 8192
 _ADDITIVE = (
     "cross", "sum", "by_norm", "norm_products", "norms", "full_norms", "full_norm_products",
@@ -120,8 +122,9 @@ def plan(
     """Choose between the exact sums and the split into strong directions and blocks.
 
     The rule: exact when its operations stay below ``flop_limit`` (1e12, about ten seconds of two
-    CPU cores) and its sums below ``memory_limit`` bytes; otherwise rank 32 exactly and the rest in
-    shuffled blocks of 64 rows, or more when a small share must still have 8 rows in a block.
+    CPU cores) and its memory below ``memory_limit`` bytes; otherwise rank 32 exactly (halved until
+    the sums take 256 MB at most, but not below 8) and the rest in shuffled blocks of 64 rows, or
+    more when a small share must still have 8 rows in a block.
 
     Parameters
     ----------
@@ -161,7 +164,7 @@ def plan(
         f"the limits are {flop_limit:.0e} and {memory_limit / 1e9:.1f} GB"
     )
     rank = min(SPLIT_RANK, d)
-    while rank > 8 and cost(rank)[1] > memory_limit:
+    while rank > 8 and 4 * cells * (layers * rank) ** 2 > _SUMS_BYTES:
         rank //= 2
     flops, memory = cost(rank)
     if memory > memory_limit:
@@ -525,19 +528,20 @@ class CKASums:
         n = (w @ self.count[:cells])[:, None, None]
         if (n < 4).any():
             raise ValueError(f"debiased CKA needs at least 4 rows, got {int(n.min())}")
-        # ``einsum`` over the small sums, one replicate at a time over the large one.
         norms = w.square() @ self.norms[:cells]
         sums = (w @ self.sum[:cells]).view(-1, layers, r)
         by_norm = torch.einsum("bc,cij->bij", w.square(), self.by_norm[:cells])
         products = torch.einsum("bc,cij->bij", w.square(), self.norm_products[:cells])
         cubes = torch.einsum("bc,cij->bij", w.pow(3), self.norm_products[:cells])
-        frobenius, quadratic = torch.empty_like(products), torch.empty_like(products)
-        flat = self.cross[:cells].flatten(1)
-        for b, row in enumerate(w.to(flat)):
-            c = (row @ flat).view(layers, r, layers, r)
-            frobenius[b] = _upper(c.pow(2).sum((1, 3)).double().cpu())
-            s = sums[b].to(c)
-            quadratic[b] = _upper(torch.einsum("ia,iajc,jc->ij", s, c, s).double().cpu())
+        frobenius, quadratic = [], []
+        flat = self.cross[:cells].view(level + 1, self.parts, -1).sum(0)
+        few = zip(weights.split(_REPLICATES), sums.split(_REPLICATES), strict=True)
+        for some, s in few:  # the large sums, a few replicates at a time
+            c = (some.to(flat) @ flat).view(-1, layers, r, layers, r)
+            s = s.to(c)
+            quadratic.append(torch.einsum("bia,biajc,bjc->bij", s, c, s).double().cpu())
+            frobenius.append(c.square_().sum((2, 4)).double().cpu())
+        frobenius, quadratic = _upper(torch.cat(frobenius)), _upper(torch.cat(quadratic))
         rows = torch.einsum("bir,birj->bij", sums, by_norm.view(-1, layers, r, layers))
         one = sums.square().sum(2) - norms
         inner = quadratic - rows - rows.mT + cubes
@@ -598,7 +602,7 @@ class CKASums:
 
 def _upper(matrix: Tensor) -> Tensor:
     """Copy the upper triangle over the lower one."""
-    return matrix.triu() + matrix.triu(1).T
+    return matrix.triu() + matrix.triu(1).mT
 
 
 def _normalise(hsic: Tensor) -> Tensor:

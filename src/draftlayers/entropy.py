@@ -99,6 +99,26 @@ class Measured:
             rows=count,
         )
 
+    def to_arrays(self) -> dict[str, Tensor]:
+        """Tensors to store; the inverse of ``from_arrays``."""
+        numbers = torch.tensor([self.vocabulary, self.width, self.rows])
+        return {
+            "lens": self.lens,
+            "lens_rows": self.lens_rows,
+            "feature_entropy": self.feature_entropy,
+            "log_mass": self.log_mass,
+            "grams": self.grams,
+            "overlap": self.overlap,
+            "numbers": numbers,
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, Tensor]) -> Measured:
+        """Read back what ``to_arrays`` gave."""
+        vocabulary, width, rows = arrays["numbers"].tolist()
+        fields = {name: array for name, array in arrays.items() if name != "numbers"}
+        return cls(**fields, vocabulary=vocabulary, width=width, rows=rows)
+
     def resampled(self, weights: Tensor, overlaps: Tensor) -> Measured:
         """Bootstrap replicates: rows weigh ``weights [B, m]``, overlaps are ``[B, L, L]``.
 
@@ -400,6 +420,31 @@ DEFINITIONS: dict[str, Definition] = {
         ),
     )
 }
+
+
+def replicated_shares(
+    definition: Definition, measured: Measured, sets: Sets, weights: Tensor, overlaps: Tensor
+) -> NDArray[Any]:
+    """Entropies in bootstrap replicates, as ``selection.stability`` wants them.
+
+    Parameters
+    ----------
+    sets
+        ``[M, k]``, all sets that will be searched.
+    weights, overlaps
+        See ``Measured.resampled``.
+
+    Returns
+    -------
+    ndarray
+        ``[B, L]`` of layers when the definition is additive, else ``[B, M]`` of sets.
+    """
+    again = measured.resampled(weights, overlaps)
+    if definition.additive:
+        found = definition.layer_shares(again)
+    else:
+        found = definition.set_shares(again, sets)
+    return found.expand(len(weights), found.shape[-1]).numpy()
 
 
 @torch.inference_mode()

@@ -361,22 +361,22 @@ def log_det(
     return Selection("log-det", tuple(sorted(kept)), score, trace, note)
 
 
-def top_entropy(entropy: ArrayLike, cka: ArrayLike, k: int) -> Selection:
+def top_entropy(
+    entropy: ArrayLike, cka: ArrayLike, k: int, aggregate: Aggregate | None = None
+) -> Selection:
     """Baseline: the k layers of highest entropy, whatever their similarity."""
     values, matrix, candidates = _prepare(entropy, cka, k)
     layers = sorted(sorted(candidates, key=lambda b: (-values[b], b))[:k])
-    return Selection(
-        "entropy alone", tuple(layers), _set_score(layers, mean_entropy(values), matrix)
-    )
+    return fixed("entropy alone", layers, aggregate or mean_entropy(values), matrix)
 
 
-def most_diverse(entropy: ArrayLike, cka: ArrayLike, k: int) -> Selection:
+def most_diverse(
+    entropy: ArrayLike, cka: ArrayLike, k: int, aggregate: Aggregate | None = None
+) -> Selection:
     """Baseline: the set whose largest CKA is smallest, whatever its entropy."""
     values, matrix, _ = _prepare(entropy, cka, k)
-    found = search(np.ones_like(values), matrix, k)
-    return Selection(
-        "diversity alone", found.layers, _set_score(found.layers, mean_entropy(values), matrix)
-    )
+    layers = search(np.ones_like(values), matrix, k).layers
+    return fixed("diversity alone", layers, aggregate or mean_entropy(values), matrix)
 
 
 def search(
@@ -396,6 +396,43 @@ def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:
 def last_layers(n_layers: int, k: int) -> tuple[int, ...]:
     """Baseline: the k last boundaries before the final one."""
     return check_layers(range(n_layers - k, n_layers), n_layers)
+
+
+def compare(
+    entropy: ArrayLike,
+    cka: ArrayLike,
+    k: int,
+    threshold: float,
+    aggregate: Aggregate | None = None,
+) -> dict[str, Selection]:
+    """Every method and baseline on the same entropies and CKA, by name.
+
+    ``"chosen"`` is not among them: the project's choice is ``search``, which is the exhaustive
+    result up to k = 4 and the beam's beyond.
+    """
+    values = np.asarray(entropy, np.float64)
+    n_layers = len(values) - 1
+    aggregate = aggregate or mean_entropy(values)
+    found = {
+        "default": fixed("default rule", default_rule(n_layers), aggregate, cka),
+        "greedy_threshold": greedy_threshold(values, cka, k, threshold, aggregate),
+        "greedy_product": greedy_product(values, cka, k, aggregate),
+        "beam": beam(values, cka, k, aggregate),
+        "log_det": log_det(values, cka, k, aggregate),
+        "entropy_alone": top_entropy(values, cka, k, aggregate),
+        "diversity_alone": most_diverse(values, cka, k, aggregate),
+        "evenly_spaced": fixed("evenly spaced", evenly_spaced(n_layers, k), aggregate, cka),
+        "last": fixed("last layers", last_layers(n_layers, k), aggregate, cka),
+    }
+    if k <= EXHAUSTIVE_K:
+        found["exhaustive"] = exhaustive(values, cka, k, aggregate)
+    return found
+
+
+def fixed(method: str, layers: Sequence[int], aggregate: Aggregate, cka: ArrayLike) -> Selection:
+    """A selection that does not look at the data, with its score."""
+    matrix = np.asarray(cka, np.float64)
+    return Selection(method, tuple(layers), _set_score(layers, aggregate, matrix))
 
 
 @dataclass(frozen=True)
