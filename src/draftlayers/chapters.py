@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,6 +74,8 @@ def open_chapter(
     on a fresh clone), that chapter is executed first.
     """
     use_style()
+    # The environment has no widgets, on purpose: their state does not survive into a book.
+    warnings.filterwarnings("ignore", message="IProgress not found")
     run = Run(RunSpec.make(model, profile, **(overrides or {})))
     for earlier in CHAPTERS[: CHAPTERS.index(chapter)]:
         if not (run.folder / "results" / f"{earlier}.json").exists():
@@ -120,6 +123,9 @@ def execute(run: Run, chapter: str, say: Callable[[str], None] | None = None) ->
                 cwd=str(NOTEBOOKS),
                 progress_bar=False,
                 autosave_cell_every=30,
+                # The kernel talks to this process on this machine only; its warning that others
+                # on the machine could listen would be repeated for every chapter.
+                extra_arguments=["--IPKernelApp.log_level=40"],
             )
         except PapermillExecutionError as err:
             trace = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(err.traceback))
@@ -254,7 +260,7 @@ def run_chapters(run: Run, upto: str = CHAPTERS[-1], cores: int | None = None) -
         "--cores", str(cores or os.cpu_count() or 1),
         "--rerun-triggers", "params",
         "--rerun-incomplete",
-        "--quiet", "all",
+        "--quiet", "progress", "rules", "host", "reason",
         "--config", f"spec={run.folder / 'spec.json'}",
         "--", f"executed/{upto}.stamp",
     ]  # fmt: skip

@@ -385,11 +385,16 @@ class Run:
         write_atomically(self.path("results", f"{chapter}.safetensors"), save(tensors))
 
     def save_figure(self, figure: Any, name: str) -> None:
-        """Write a figure as ``figures/<name>.svg`` and ``.png``, the same bytes every time."""
+        """Write a figure as ``figures/<name>.svg`` and ``.png``, the same bytes every time.
+
+        The figure is closed for pyplot, so that a notebook shows it only where it is displayed.
+        """
         import matplotlib
+        import matplotlib.pyplot as plt
 
         for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
             path = self.path("figures", f".{name}.partial.{kind}")
             with matplotlib.rc_context({"svg.hashsalt": "draftlayers"}):
                 figure.savefig(path, format=kind, metadata=metadata)
             os.replace(path, self.path("figures", f"{name}.{kind}"))
+        plt.close(figure)

@@ -27,7 +27,7 @@ from draftlayers.spec import Run, UserError, fingerprint, write_atomically
 from draftlayers.targets import Target
 
 STORED = torch.bfloat16  # float32's range, so that massive activations survive
-SHARD = 64  # conversations in a shard
+SHARD = 32  # conversations in a shard
 BATCH = 2048  # tokens in a forward pass
 LENS_ROWS = 256  # rows unembedded at once: 256 x 128k logits in float32 are 131 MB
 META = ("sequence", "position", "token", "answer", "duplicate", "predictive_entropy")
