@@ -127,3 +127,126 @@ def sink_map(ratio: np.ndarray) -> Figure:
 # --- Chapter 06: draft head --------------------------------------------------------------------
 
 # --- Chapter 07: speedup -----------------------------------------------------------------------
+
+
+def pass_costs(tokens: Sequence[int], milliseconds: dict[str, Sequence[float]]) -> Figure:
+    """Time of a target pass against the tokens in it, one line for each way of running it."""
+    figure, axes = plt.subplots()
+    for (name, values), marker in zip(milliseconds.items(), "os^", strict=False):
+        axes.plot(tokens, values, marker=marker, ms=5, label=name)
+    axes.set_xlabel("new tokens in the pass")
+    axes.set_ylabel("time of the pass (ms)")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return figure
+
+
+def acceptance_rates(rates: dict[str, Sequence[float | None]]) -> Figure:
+    """Share of guesses accepted at each place of a chain, one line for each head."""
+    figure, axes = plt.subplots()
+    for (name, values), marker in zip(rates.items(), "os^Dv<>", strict=False):
+        places = [j for j, value in enumerate(values, 1) if value is not None]
+        axes.plot(places, [values[j - 1] for j in places], marker=marker, ms=5, label=name)
+    axes.set_xticks(range(1, 1 + max((len(v) for v in rates.values()), default=1)))
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("place j of the guess")
+    axes.set_ylabel("acceptance rate α_j")
+    axes.legend()
+    return figure
+
+
+def speedups(
+    names: Sequence[str],
+    values: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    tau: Sequence[float],
+) -> Figure:
+    """Speedup over plain decoding of each method with its interval; τ is written beside it."""
+    figure, axes = plt.subplots(figsize=(6.4, 1.5 + 0.42 * len(names)))
+    rows = np.arange(len(names))[::-1]
+    errors = [np.subtract(values, low).clip(0), np.subtract(high, values).clip(0)]
+    axes.axvline(1, color=GREY, ls="--", lw=1.2)
+    axes.errorbar(values, rows, xerr=errors, fmt="o", color=BLUE, ms=6, capsize=3, lw=1.6)
+    right = max(1.1, *high) * 1.02
+    for row, t in zip(rows, tau, strict=True):
+        axes.text(right, row, f"τ = {t:.2f}", va="center", fontsize=9)
+    axes.set_yticks(rows, names)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set_xlim(min(0.9, *low) * 0.95, right * 1.14)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("speedup over plain decoding (dashed: none)")
+    return figure
+
+
+def predicted_speedups(
+    predicted: Sequence[float], measured: Sequence[float], kinds: Sequence[str]
+) -> Figure:
+    """Measured against predicted speedup of each prompt, coloured by the prompt's kind."""
+    figure, axes = plt.subplots(figsize=(6.4, 4.4))
+    everything = [*predicted, *measured]
+    span = max(everything) - min(everything) or 1.0
+    ends = min(everything) - 0.06 * span, max(everything) + 0.06 * span
+    axes.plot(ends, ends, color=GREY, ls="--", lw=1.2, label="as predicted")
+    for i, kind in enumerate(dict.fromkeys(kinds)):
+        chosen = [j for j, k in enumerate(kinds) if k == kind]
+        axes.plot(
+            [predicted[j] for j in chosen], [measured[j] for j in chosen],
+            "os^Dv<>P"[i % 8], color=PALETTE[i % len(PALETTE)], ms=6, label=kind,
+        )  # fmt: skip
+    axes.set_xlim(ends)
+    axes.set_ylim(ends)
+    axes.set_xlabel("speedup predicted by the cost model")
+    axes.set_ylabel("speedup measured")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def depth_sweep(
+    depths: Sequence[int],
+    predicted: Sequence[float],
+    perfect: Sequence[float],
+    measured: dict[int, float],
+) -> Figure:
+    """Speedup against the depth of a chain: predicted, measured, and with perfect guesses."""
+    figure, axes = plt.subplots()
+    axes.axhline(1, color=GREY, ls="--", lw=1.2)
+    axes.plot(depths, perfect, color=GREEN, ls=":", label="every guess accepted (bound)")
+    axes.plot(depths, predicted, color=BLUE, label="predicted from acceptance rates")
+    axes.plot(*zip(*sorted(measured.items()), strict=True), "o", color=VERMILION, ms=7,
+              label="measured")  # fmt: skip
+    axes.set_xticks(depths)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("depth of the chain γ (guesses in each pass)")
+    axes.set_ylabel("speedup over plain decoding")
+    axes.legend()
+    return figure
+
+
+def speed_by_kind(kinds: Sequence[str], values: dict[str, Sequence[float]], xlabel: str) -> Figure:
+    """A quantity for each kind of prompt, one marker for each method."""
+    figure, axes = plt.subplots(figsize=(6.4, 1.5 + 0.4 * len(kinds)))
+    rows = np.arange(len(kinds))[::-1]
+    axes.axvline(1, color=GREY, ls="--", lw=1.2)
+    for i, ((name, points), marker) in enumerate(zip(values.items(), "os^Dv<>", strict=False)):
+        offset = 0.12 * (i - (len(values) - 1) / 2)
+        axes.plot(points, rows - offset, marker, ms=6, label=name)
+    axes.set_yticks(rows, kinds)
+    axes.set_ylim(-0.6, len(kinds) - 0.4)
+    axes.set_xlabel(xlabel)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def device_speedups(depths: Sequence[int], curves: dict[str, Sequence[float]]) -> Figure:
+    """Predicted speedup against the depth of a chain on different devices."""
+    figure, axes = plt.subplots()
+    axes.axhline(1, color=GREY, ls="--", lw=1.2)
+    for (name, values), style in zip(curves.items(), ("-", "--", "-.", ":"), strict=False):
+        axes.plot(depths, values, ls=style, label=name)
+    axes.set_xticks(depths)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("depth of the chain γ (guesses in each pass)")
+    axes.set_ylabel("predicted speedup")
+    axes.legend()
+    return figure
