@@ -40,7 +40,14 @@ from draftlayers.engine import Engine
 from draftlayers.head import DraftHead, HeadConfig, start_from_target
 from draftlayers.selection import default_rule
 from draftlayers.spec import DATA, PROJECT, device_name, slug, versions
-from draftlayers.speed import Measured, compare, first_difference, interval, measure_costs
+from draftlayers.speed import (
+    Measured,
+    compare,
+    first_difference,
+    interval,
+    measure_costs,
+    measure_passes,
+)
 from draftlayers.targets import Target, load_target
 
 HF = "generate()"
@@ -153,7 +160,9 @@ def main(
         return statistic(whole), interval(statistic, len(chosen), 1000)
 
     whole = torch.arange(len(chosen))
-    costs = measure_costs(engine, chain, max(chosen, key=len))
+    context = max(chosen, key=len)
+    passes = measure_passes(engine, context, (1, 2, 3, 4, 6, 8, 12, 16))
+    costs = measure_costs(engine, {"chain": chain}, context, passes)["chain"]
     table = compare(Measured({name: runs[name] for name in ("plain", "chain", "tree")}, []), 200)
     hf, hf_interval = ratio("plain", HF)
     best, best_interval = ratio("chain", "plain")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -382,8 +383,20 @@ def load_corpus(target: Target, run: Run, say: Callable[[str], None] = lambda te
         )
     short = [p for p in heldout if len(target.render(p.turns)) <= spec.max_prompt_tokens]
     return Corpus(
-        conversations[:-validation], conversations[-validation:], short[: spec.heldout_prompts]
+        conversations[:-validation],
+        conversations[-validation:],
+        balanced(short)[: spec.heldout_prompts],
     )
+
+
+def balanced(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts in an order whose every prefix is balanced over kinds."""
+    rounds: Counter[str] = Counter()
+    placed = []
+    for prompt in prompts:
+        placed.append((rounds[prompt.kind], prompt))
+        rounds[prompt.kind] += 1
+    return [prompt for _, prompt in sorted(placed, key=lambda pair: pair[0])]
 
 
 def until_tokens(conversations: Sequence[Conversation], tokens: int) -> list[Conversation]:

@@ -148,9 +148,9 @@ def acceptance_rates(rates: dict[str, Sequence[float | None]]) -> Figure:
         places = [j for j, value in enumerate(values, 1) if value is not None]
         axes.plot(places, [values[j - 1] for j in places], marker=marker, ms=5, label=name)
     axes.set_xticks(range(1, 1 + max((len(v) for v in rates.values()), default=1)))
-    axes.set_ylim(0, 1)
+    axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("place j of the guess")
-    axes.set_ylabel("acceptance rate α_j")
+    axes.set_ylabel("acceptance rate $\\alpha_j$")
     axes.legend()
     return figure
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,9 @@ def measure(
                 found = first_difference(engine, prompt, runs[PLAIN][i][-1], runs[name][i][-1])
                 if found and repeat == 0:
                     differences.append(Difference(i, name, *found))
-            say(f"decoded prompt {repeat * len(prompts) + i + 1} of {repeats * len(prompts)}")
+            done, total = repeat * len(prompts) + i + 1, repeats * len(prompts)
+            if done * 5 // total > (done - 1) * 5 // total:
+                say(f"decoded {done} of {total} prompts with {len(names)} methods")
     return Measured(runs, differences)
 
 
@@ -325,60 +328,88 @@ def expected_length(alpha: Sequence[float | None], depth: int) -> float:
     return length
 
 
-def measure_costs(
-    engine: Engine,
-    drafter: HeadDrafter,
-    prompt: Sequence[int],
-    sizes: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16),
-    repeats: int = 15,
-) -> Costs:
-    """Time the parts of decoding after a prompt, sizes interleaved, medians taken.
+def measure_passes(
+    engine: Engine, prompt: Sequence[int], sizes: Sequence[int], repeats: int = 15
+) -> dict[int, float]:
+    """Median seconds of target passes over different numbers of tokens, timed in turn.
 
     Parameters
     ----------
-    drafter
-        A chain; its depth says how long a draft is timed.
     prompt
-        Context of the passes, of two tokens or more; its tokens also serve as new tokens.
+        Context of the passes; its tokens also serve as new tokens.
     sizes
-        Tokens of the passes that are timed; 1 is added.
+        Numbers of tokens.
     """
-    sizes = sorted({1, *sizes})
-    capacity = len(prompt) + max(sizes) + drafter.depth
-    passes: dict[int, list[float]] = {n: [] for n in sizes}
-    drafts: dict[int, list[float]] = {depth: [] for depth in (1, drafter.depth)}
     tokens = torch.tensor([prompt[i % len(prompt)] for i in range(max(sizes))])
     tokens = tokens.to(engine.device)
-    with engine.session(capacity, drafter.boundaries), drafter.session(capacity):
-        logits, states = engine.prefill(prompt)
-        after = [*prompt[1:], int(logits.argmax())]
-        drafter.observe(after, states)
+    seconds: dict[int, list[float]] = {n: [] for n in sizes}
+    with engine.session(len(prompt) + max(sizes)):
+        engine.prefill(prompt)
         for repeat in range(repeats + 1):
-            for n in sizes:
+            for n, times in seconds.items():
                 began = now(engine)
                 engine.forward(tokens[:n])
-                passes[n].append(now(engine) - began)
+                if repeat:  # the first round warms up
+                    times.append(now(engine) - began)
                 engine.keep([])
-            for depth, times in drafts.items():
+    return {n: statistics.median(times) for n, times in seconds.items()}
+
+
+def measure_costs(
+    engine: Engine,
+    drafters: Mapping[str, HeadDrafter],
+    prompt: Sequence[int],
+    passes: Mapping[int, float],
+    repeats: int = 15,
+) -> dict[str, Costs]:
+    """Time the drafting of chains in turn, and what is left of a decoding step, after a prompt.
+
+    Parameters
+    ----------
+    drafters
+        Chains by name; their depth says how long a draft is timed.
+    prompt
+        Two tokens or more.
+    passes
+        From ``measure_passes``.
+    """
+    drafts: dict[tuple[str, int], list[float]] = {}
+    inputs: dict[str, tuple[list[int], torch.Tensor]] = {}
+    with torch.no_grad(), ExitStack() as sessions:
+        for name, drafter in drafters.items():
+            sessions.enter_context(drafter.session(len(prompt) + drafter.depth))
+            with engine.session(len(prompt), drafter.boundaries):
+                logits, states = engine.prefill(prompt)
+            after = [*prompt[1:], int(logits.argmax())]
+            drafter.observe(after, states)
+            inputs[name] = after[-2:], states[-2:]
+            drafts |= {(name, depth): [] for depth in (1, drafter.depth)}
+        for repeat in range(repeats + 1):
+            for (name, depth), times in drafts.items():
+                drafter = drafters[name]
                 drafter.cache.truncate(len(prompt) - 2)
                 began = now(engine)
-                drafter.observe(after[-2:], states[-2:])
+                drafter.observe(*inputs[name])
                 drafter.propose(depth, GREEDY, Chance(0))
-                times.append(now(engine) - began)
-            if repeat == 0:  # warm-up
-                for times in (*passes.values(), *drafts.values()):
-                    times.clear()
-    first, deepest = statistics.median(drafts[1]), statistics.median(drafts[drafter.depth])
-    rest = []
-    for method in (None, drafter):
-        runs = [decode(engine, prompt, 12, method) for _ in range(3)]
-        rest.append(statistics.median(r.seconds["accept"] / max(1, r.passes) for r in runs))
-    return Costs(
-        passes={n: statistics.median(times) for n, times in passes.items()},
-        draft_first=first,
-        draft_next=max(0.0, deepest - first) / max(1, drafter.depth - 1),
-        rest=(rest[0], rest[1]),
-    )
+                if repeat:  # the first round warms up
+                    times.append(now(engine) - began)
+    median = {key: statistics.median(times) for key, times in drafts.items()}
+    rests: dict[str, list[float]] = {PLAIN: [], **{name: [] for name in drafters}}
+    for _ in range(3):
+        for name, times in rests.items():
+            run = decode(engine, prompt, 8, drafters.get(name))
+            times.append(run.seconds["accept"] / max(1, run.passes))
+    rest = {name: statistics.median(times) for name, times in rests.items()}
+    return {
+        name: Costs(
+            passes=dict(passes),
+            draft_first=median[name, 1],
+            draft_next=max(0.0, median[name, drafter.depth] - median[name, 1])
+            / max(1, drafter.depth - 1),
+            rest=(rest[PLAIN], rest[name]),
+        )
+        for name, drafter in drafters.items()
+    }
 
 
 def now(engine: Engine) -> float:
