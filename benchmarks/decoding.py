@@ -34,7 +34,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from draftlayers.corpus import read_prompts
+from draftlayers.corpus import balanced, read_prompts
 from draftlayers.decoding import Decoded, HeadDrafter, decode
 from draftlayers.engine import Engine
 from draftlayers.head import DraftHead, HeadConfig, start_from_target
@@ -113,10 +113,9 @@ def main(
     chain = HeadDrafter(draft_head, depth)
     tree = HeadDrafter(draft_head, depth, top_k=4, total=2 * depth)
     ready = time.perf_counter()
-    rendered = [target.render(p.turns) for p in read_prompts(DATA / "prompts" / "heldout.jsonl")]
-    rendered = [ids for ids in rendered if len(ids) <= 320]
-    # Spread over the file, which goes through the kinds of prompts in turn.
-    chosen = rendered[:: max(1, len(rendered) // prompts)][:prompts]
+    heldout = balanced(read_prompts(DATA / "prompts" / "heldout.jsonl"))
+    rendered = [target.render(prompt.turns) for prompt in heldout]
+    chosen = [ids for ids in rendered if len(ids) <= 320][:prompts]
 
     def ours(drafter: HeadDrafter | None) -> Callable[[list[int], int], Decoded]:
         return lambda ids, n: decode(engine, ids, n, drafter)

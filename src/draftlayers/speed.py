@@ -219,13 +219,15 @@ def compare(
         different = {d.prompt for d in measured.differences if d.method == name}
 
         def tau(index: torch.Tensor, tokens=tokens, passes=passes) -> float:
-            return (tokens[index].sum() / passes[index].sum().clamp(min=1)).item()
+            return (
+                (tokens[index].sum() / passes[index].sum()).item() if passes[index].any() else 1.0
+            )
 
         table[name] = {
             "tau": acceptance_length(firsts),
             "tau_interval": interval(tau, n, replicates),
             "alpha": acceptance_rates(firsts),
-            "tokens_per_second": (tokens.sum() / seconds.sum()).item(),
+            "tokens_per_second": (tokens.sum() / seconds.sum()).item() if tokens.any() else 0.0,
             "speedup": ratio(whole),
             "speedup_interval": interval(ratio, n, replicates),
             "speedup_with_prompt": _speedup(plain, runs, with_prompt=True)(whole),
