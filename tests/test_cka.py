@@ -36,7 +36,7 @@ SEQUENCE = torch.arange(ROWS) // 12
 
 
 def split(rows: int = ROWS, width: int = WIDTH, rank: int = RANK) -> cka.Plan:
-    return replace(cka.plan(rows, LAYERS, width), rank=rank)
+    return replace(cka.plan(rows, LAYERS, width), rank=rank, block=64)
 
 
 def compute(x: torch.Tensor, how: cka.Plan | None = None, **options) -> cka.CKA:
@@ -344,10 +344,11 @@ def test_bad_input_is_explained(call, message):
 def test_plan_says_what_it_costs():
     small, large = cka.plan(2000, 9, 64), cka.plan(8000, 31, 576)
     assert small.exact and not large.exact
-    assert "exact" in str(small) and "blocks of 64" in str(large) and "MB" in str(large)
+    assert "exact" in str(small) and "blocks of 256" in str(large) and "MB" in str(large)
     huge = cka.plan(100_000, 80, 8192, memory_limit=3e9)
     assert huge.peak_bytes < 3e9 and huge.flops < 2e14
-    assert cka.plan(8000, 31, 576, shares=(0.05, 1.0)).block == 160
+    assert cka.plan(50_000, 30, 576).block == 64
+    assert cka.plan(50_000, 30, 576, shares=(0.05, 1.0)).block == 160
 
 
 def test_parts_hold_whole_sequences():

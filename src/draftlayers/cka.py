@@ -21,6 +21,7 @@ for each part of the data, whatever the number of rows.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 SPLIT_RANK = 32
-BLOCK = 64
+BLOCK, LARGEST_BLOCK = 64, 512
 MAX_PARTS = 32
 FLOP_LIMIT = 1e12
 MEMORY_LIMIT = 2e9
@@ -37,6 +38,7 @@ _BASIS_ROWS = 512
 _SUMS_BYTES = 256e6
 _CHUNK_BYTES = 80e6
 _REPLICATES = 16
+_BLOCK_FLOPS = 1e11
 _FLUSH_ROWS = 8192
 _ADDITIVE = (
     "cross", "sum", "by_norm", "norm_products", "norms", "full_norms", "full_norm_products",
@@ -123,8 +125,9 @@ def plan(
 
     The rule: exact when its operations stay below ``flop_limit`` (1e12, about ten seconds of two
     CPU cores) and its memory below ``memory_limit`` bytes; otherwise rank 32 exactly (halved until
-    the sums take 256 MB at most, but not below 8) and the rest in shuffled blocks of 64 rows, or
-    more when a small share must still have 8 rows in a block.
+    the sums take 256 MB at most, but not below 8) and the rest in shuffled blocks. Blocks have 64
+    rows, doubled up to 512 while they cost at most 1e11 operations, and never so few that the
+    smallest share has less than 8 rows in one.
 
     Parameters
     ----------
@@ -142,7 +145,10 @@ def plan(
     """
     if n < 4:
         raise ValueError(f"debiased CKA needs at least 4 rows, got {n}")
-    block = max(BLOCK, int(torch.ceil(torch.tensor(8 / min(shares)))))
+    block = max(BLOCK, math.ceil(8 / min(shares)))
+    pairs = 2 * n * layers * (d + SPLIT_RANK + 2 * layers) * len(shares)
+    while 2 * block <= min(LARGEST_BLOCK, n) and 2 * block * pairs <= _BLOCK_FLOPS:
+        block *= 2
 
     def cost(rank: int) -> tuple[float, float]:
         width = layers * rank
@@ -151,7 +157,7 @@ def plan(
         memory = cells * (width**2 + 2 * width * (layers + 1)) * 4 + chunk * layers * d * 4
         memory += min(n, _FLUSH_ROWS) * width * 8 + 3 * chunk * d * 4
         if rank < d:
-            flops += 2 * n * layers * d * rank + 2 * n * block * layers * (d + rank + 2 * layers)
+            flops += 2 * n * layers * d * rank + block * pairs
             memory += layers * d * rank * 4 + 4 * layers * chunk * block * 4
             memory += _BASIS_ROWS * d * 8
         return float(flops), float(memory)

@@ -118,11 +118,228 @@ def sink_map(ratio: np.ndarray) -> Figure:
 
 # --- Chapter 02: entropy -----------------------------------------------------------------------
 
+
+def layer_entropies(
+    shares: np.ndarray, titles: Sequence[str], highlighted: int, marked: Sequence[int] = ()
+) -> Figure:
+    """Entropy of each layer as a share of its largest value: ``[definitions, N+1]``.
+
+    One small panel for each definition, each with its own range; the definition that the run
+    uses is drawn in colour, boundaries ``marked`` by dots.
+    """
+    count = len(shares)
+    figure, panels = plt.subplots(count, 1, sharex=True, figsize=(6.4, 1.35 * count + 0.5))
+    for i, (axes, values, title) in enumerate(zip(panels, shares, titles, strict=True)):
+        colour = VERMILION if i == highlighted else BLUE
+        axes.plot(values, color=colour)
+        axes.plot(list(marked), values[list(marked)], "o", color=colour, ms=5)
+        axes.set_title(title, loc="left", fontsize=9.5, color=colour, pad=3)
+        axes.margins(y=0.15)
+        axes.locator_params(axis="y", nbins=3)
+    panels[-1].set_xlabel("boundary b")
+    figure.supylabel("share of the largest possible entropy", fontsize=10)
+    return figure
+
+
+def agreement(correlation: np.ndarray, titles: Sequence[str]) -> Figure:
+    """Rank correlation of definitions over sets of layers: ``[definitions, definitions]``."""
+    figure, axes = plt.subplots(figsize=(5.6, 4.3))
+    image = axes.imshow(correlation, cmap="PuOr_r", vmin=-1, vmax=1)
+    axes.grid(False)
+    axes.set_xticks(range(len(titles)), titles, rotation=30, ha="right")
+    axes.set_yticks(range(len(titles)), titles)
+    for i, row in enumerate(correlation):
+        for j, value in enumerate(row):
+            colour = "white" if abs(value) > 0.6 else BLACK
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=9)
+    figure.colorbar(image).set_label("Spearman's rank correlation")
+    return figure
+
+
+def spectrum_with_sinks(without: np.ndarray, with_them: np.ndarray, copies: np.ndarray) -> Figure:
+    """Effective number of directions of each layer, ``[N+1]``, for three choices of rows."""
+    figure, axes = plt.subplots()
+    boundaries = np.arange(len(without))
+    axes.plot(boundaries, without, color=BLUE, label="rows of the statistics")
+    axes.plot(boundaries, with_them, color=ORANGE, ls="--", label="with attention sinks")
+    axes.plot(boundaries, copies, color=VERMILION, ls=":", label="with sinks and copies")
+    axes.set_yscale("log")
+    axes.set_xlabel("boundary b")
+    axes.set_ylabel("effective number of directions")
+    axes.legend()
+    return figure
+
+
 # --- Chapter 03: token filtering ---------------------------------------------------------------
+
+
+def predictive_entropies(entropy: np.ndarray, cut: float | None) -> Figure:
+    """How uncertain the target is: histogram on a logarithmic scale and share above, side by side.
+
+    entropy ``[n]`` in nats; ``cut`` marks the threshold in use.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(6.4, 3.2))
+    floor = 1e-4
+    shown = np.clip(entropy, floor, None)
+    left.hist(shown, bins=np.geomspace(floor, max(shown.max(), 10 * floor), 40), color=BLUE)
+    left.set_xscale("log")
+    left.set_xlabel("predictive entropy (nats)")
+    left.set_ylabel("positions")
+    ordered = np.sort(shown)[::-1]
+    right.plot(np.arange(1, len(ordered) + 1) / len(ordered), ordered, color=BLUE)
+    right.set_xlabel("share of positions kept")
+    right.set_ylabel("entropy of the last one kept (nats)")
+    if cut is not None:
+        left.axvline(max(cut, floor), color=VERMILION, ls="--")
+        right.axhline(max(cut, floor), color=VERMILION, ls="--")
+    return figure
+
+
+def stability_curve(
+    shares: np.ndarray,
+    shift: np.ndarray,
+    error: np.ndarray,
+    inclusion: np.ndarray,
+    chosen: Sequence[Sequence[int]],
+    used: float,
+) -> Figure:
+    """What the filter changes, against the share of positions it keeps.
+
+    shift and error ``[shares]``: largest movement of CKA and its standard error; inclusion
+    ``[shares, N+1]``: how often replicates choose each boundary; chosen: the choice at each share.
+    """
+    figure, (top, low) = plt.subplots(2, 1, figsize=(6.4, 5.6), sharex=True, height_ratios=[1, 1.8])
+    top.fill_between(shares, 0, 2 * error, color=SKY, alpha=0.4, lw=0, label="2 standard errors")
+    top.plot(shares, shift, "o-", color=BLUE, ms=4, label="largest change of any pair")
+    top.set_ylabel("change of CKA")
+    top.legend(loc="upper right")
+    step = np.diff(shares).min() if len(shares) > 1 else 0.1
+    edges = np.append(shares - step / 2, shares[-1] + step / 2)
+    image = low.pcolormesh(edges, np.arange(inclusion.shape[1] + 1) - 0.5, inclusion.T,
+                           cmap="Blues", vmin=0, vmax=1)  # fmt: skip
+    for x, layers in zip(shares, chosen, strict=True):
+        low.plot([x] * len(layers), layers, "o", color=VERMILION, ms=4)
+    for axes in (top, low):
+        axes.axvline(used, color=BLACK, ls="--", lw=1)
+    low.grid(False)
+    low.set_xlabel("share of positions kept (dashed: in use)")
+    low.set_ylabel("boundary b")
+    figure.colorbar(image, ax=low).set_label("chosen in replicates (share)")
+    return figure
+
+
+def entropy_by_share(values: np.ndarray, shares: np.ndarray) -> Figure:
+    """Entropy of each layer for several shares of positions: ``[shares, N+1]`` of the largest."""
+    figure, axes = plt.subplots()
+    colours = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(shares)))
+    for row, share, colour in zip(values, shares, colours, strict=True):
+        axes.plot(row, color=colour, label=f"{share:.0%}")
+    axes.set_xlabel("boundary b")
+    axes.set_ylabel("share of the largest entropy")
+    axes.legend(title="positions kept", ncols=2)
+    return figure
+
 
 # --- Chapter 04: CKA ---------------------------------------------------------------------------
 
+
+def cka_maps(matrices: Sequence[np.ndarray], titles: Sequence[str]) -> Figure:
+    """CKA of all pairs of layers, ``[N+1, N+1]``, one heat map beside the other."""
+    width = 3.2 * len(matrices) + 0.6
+    figure, panels = plt.subplots(1, len(matrices), figsize=(width, 3.5), squeeze=False)
+    for axes, matrix, title in zip(panels[0], matrices, titles, strict=True):
+        image = axes.imshow(matrix, origin="lower", vmin=0, vmax=1, interpolation="nearest")
+        axes.grid(False)
+        axes.set_title(title)
+        axes.set_xlabel("boundary b")
+        axes.set_aspect("equal")
+    panels[0, 0].set_ylabel("boundary b")
+    figure.colorbar(image, ax=list(panels[0]), shrink=0.85).set_label("debiased CKA")
+    return figure
+
+
+def bias_curve(rows: np.ndarray, biased: np.ndarray, debiased: np.ndarray) -> Figure:
+    """Mean CKA of pairs against the number of rows: arrays ``[sizes, draws]``."""
+    figure, axes = plt.subplots()
+    for values, colour, label in (
+        (biased, VERMILION, "biased (plug-in)"),
+        (debiased, BLUE, "debiased"),
+    ):
+        axes.plot(rows, values.mean(1), "o-", color=colour, ms=4, label=label)
+        axes.fill_between(rows, values.min(1), values.max(1), color=colour, alpha=0.2, lw=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(rows, [f"{n:,}" for n in rows])
+    axes.minorticks_off()
+    axes.set_xlabel("rows (band: range over draws)")
+    axes.set_ylabel("mean CKA over pairs of layers")
+    axes.legend()
+    return figure
+
+
 # --- Chapter 05: selection ---------------------------------------------------------------------
+
+
+def entropy_cka_plane(
+    entropy: np.ndarray,
+    diversity: np.ndarray,
+    marked: dict[str, tuple[float, float]],
+    levels: Sequence[float],
+) -> Figure:
+    """All sets of layers in the plane of the two criteria.
+
+    entropy and diversity ``[sets]``; marked: name to (entropy, diversity); levels: scores whose
+    curves entropy x diversity = score are drawn.
+    """
+    figure, axes = plt.subplots(figsize=(6.4, 4.4))
+    cloud = axes.hexbin(entropy, diversity, gridsize=45, bins="log", cmap="Greys", mincnt=1, lw=0)
+    low, high = axes.get_xlim()
+    bottom, top = axes.get_ylim()
+    grid = np.linspace(max(low, 1e-6), high, 200)
+    for level in levels:
+        axes.plot(grid, level / grid, color=GREY, lw=0.8, ls="--")
+    markers = zip("osD^vP*X<>", (VERMILION, BLUE, GREEN, ORANGE, PURPLE, SKY, *PALETTE[:4]))
+    by_place: dict[tuple[float, float], list[str]] = {}
+    for name, place in marked.items():
+        by_place.setdefault(place, []).append(name)
+    for (place, names), (marker, colour) in zip(by_place.items(), markers, strict=False):
+        axes.plot(*place, marker, color=colour, ms=9, mec="white", mew=0.8, ls="none",
+                  label=", ".join(names))  # fmt: skip
+    axes.set_xlim(low, high)
+    axes.set_ylim(bottom, top)
+    axes.set_xlabel("entropy of the set (share of the largest)")
+    axes.set_ylabel("diversity, 1 - largest CKA of a pair")
+    figure.colorbar(cloud).set_label("sets")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def inclusion_bars(inclusion: np.ndarray, chosen: Sequence[int], default: Sequence[int]) -> Figure:
+    """How often bootstrap replicates choose each boundary: ``[N+1]`` shares."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.2))
+    boundaries = np.arange(len(inclusion))
+    colours = [VERMILION if b in chosen else SKY for b in boundaries]
+    axes.bar(boundaries, inclusion, color=colours, width=0.8)
+    axes.plot(list(default), [-0.05] * len(default), "^", color=BLACK, ms=7, clip_on=False,
+              label="default rule")  # fmt: skip
+    axes.bar([0], [0], color=VERMILION, label="chosen on all sequences")
+    axes.set_ylim(-0.09, 1.02)
+    axes.set_xlabel("boundary b")
+    axes.set_ylabel("share of replicates")
+    axes.legend()
+    return figure
+
+
+def score_distribution(scores: np.ndarray, marked: dict[str, float], total: int) -> Figure:
+    """Scores of all sets as a histogram, with some sets marked: ``[sets]``."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.2))
+    axes.hist(scores, bins=60, color=SKY)
+    for (name, score), colour in zip(marked.items(), (BLACK, BLUE, GREEN, VERMILION), strict=False):
+        axes.axvline(score, color=colour, ls="--", label=name)
+    axes.set_xlabel("score, entropy x diversity")
+    axes.set_ylabel(f"sets (of {total:,})")
+    axes.legend()
+    return figure
+
 
 # --- Chapter 06: draft head --------------------------------------------------------------------
 
