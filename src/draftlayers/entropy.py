@@ -255,7 +255,8 @@ class Definition:
     largest
         Function of ``Measured`` and k: the largest possible value.
     formula, aggregate, invariant, cost, source
-        For the reader, in TeX and words; source is a citation key.
+        For the reader, in TeX and words; source is a citation key, or
+        empty for a quantity in common use.
     additive
         Whether the entropy of a set is the mean of its members'.
     """
@@ -413,7 +414,7 @@ DEFINITIONS: dict[str, Definition] = {
             aggregate="same formula for the concatenated features",
             invariant="order of features only; scale acts as a temperature",
             cost=r"$nd$",
-            source="source2026",
+            source="",
             layers=lambda measured: _row_mean(measured.feature_entropy, measured),
             sets=_feature_sets,
             largest=lambda measured, k: math.log(k * measured.width),

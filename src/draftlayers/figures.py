@@ -297,7 +297,8 @@ def entropy_cka_plane(
     grid = np.linspace(max(low, 1e-6), high, 200)
     for level in levels:
         axes.plot(grid, level / grid, color=GREY, lw=0.8, ls="--")
-    markers = zip("osD^vP*X<>", (VERMILION, BLUE, GREEN, ORANGE, PURPLE, SKY, *PALETTE[:4]))
+    colours = (VERMILION, BLUE, GREEN, ORANGE, PURPLE, SKY, *PALETTE[:4])
+    markers = zip("osD^vP*X<>", colours, strict=True)
     by_place: dict[tuple[float, float], list[str]] = {}
     for name, place in marked.items():
         by_place.setdefault(place, []).append(name)
