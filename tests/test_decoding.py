@@ -138,6 +138,7 @@ def test_greedy_equals_hugging_face(name: str) -> None:
     head = random_head(engine)
     for drafter in (
         HeadDrafter(head, depth=4),
+        HeadDrafter(head, depth=4, confidence=0.02),
         HeadDrafter(head, depth=4, top_k=3, total=10),
         Oracle(PROMPT + expected, depth=5, right=0.8),
         Oracle(PROMPT + expected, depth=4, right=0.9, width=3),
@@ -243,6 +244,8 @@ def test_bad_requests_are_explained(llama: Engine) -> None:
         HeadDrafter(head, 3, top_k=101)
     with pytest.raises(UserError, match="expected 1 or more"):
         HeadDrafter(head, 0)
+    with pytest.raises(UserError, match="in a chain"):
+        HeadDrafter(head, 3, top_k=2, confidence=0.5)
     for wrong in ({"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_k": -1}):
         with pytest.raises(UserError, match="expected"):
             Sampling(**wrong)
@@ -351,6 +354,37 @@ def test_drafts_equal_drafting_without_a_cache(llama: Engine, top_k: int, total:
     assert drafter.cache.length == len(PROMPT)
 
 
+def test_a_chain_ends_when_the_head_is_unsure(llama: Engine) -> None:
+    head = random_head(llama, start=start_from_target)
+    fixed = decode(llama, PROMPT, 30, HeadDrafter(head, 5))
+    for confidence in (0.05, 0.3, 0.9):
+        drafter, drafts = HeadDrafter(head, 5, confidence=confidence), []
+        propose = drafter.propose
+
+        def noted(depth, *rest, propose=propose, drafts=drafts, drafter=drafter):
+            draft = propose(depth, *rest)
+            cache, hidden, reached = head.new_cache(200), drafter.hidden, [1.0]
+            n = drafter.cache.length
+            cache.keys[:, :, :n] = drafter.cache.keys[:, :, :n]
+            cache.values[:, :, :n] = drafter.cache.values[:, :, :n]
+            cache.length = n
+            for i, token in enumerate(draft.tokens):
+                q = head.logits(hidden)[0, 0].softmax(-1)
+                assert int(head.to_target(q.argmax())) == token
+                reached.append(reached[-1] * q.max().item())
+                hidden = head(hidden, torch.tensor([[token]]), torch.tensor([n + i]), cache)
+            drafts.append((min(depth, 5), reached))
+            return draft
+
+        drafter.propose = noted
+        assert decode(llama, PROMPT, 30, drafter).tokens == fixed.tokens
+        for depth, reached in drafts:
+            *before, last = reached
+            assert min(before) >= confidence
+            assert len(before) == depth or last < confidence
+        assert any(len(before) < depth for depth, (*before, _) in drafts)
+
+
 # --- Sampling ----------------------------------------------------------------------------------
 
 
@@ -423,12 +457,15 @@ class ToyEngine:
 
 
 class ToyDrafter:
-    """Guesses from a table of its own: a sampled chain, or a tree of its likeliest tokens."""
+    """Guesses from a table of its own: a sampled chain, or a tree of its likeliest tokens.
+
+    A chain ends early when its guesses together were unlikely.
+    """
 
     boundaries = ()
 
-    def __init__(self, engine: ToyEngine, depth: int, width: int, seed: int):
-        self.engine, self.depth, self.width = engine, depth, width
+    def __init__(self, engine: ToyEngine, depth: int, width: int, seed: int, confidence: float):
+        self.engine, self.depth, self.width, self.confidence = engine, depth, width, confidence
         self.own = ToyEngine(seed)
 
     def session(self, capacity: int):
@@ -439,8 +476,10 @@ class ToyDrafter:
 
     def propose(self, depth: int, sampling: Sampling, chance) -> Draft:
         tokens, parents, proposed = [], [], []
-        level = [(ROOT, [*self.engine.tokens, self.last])]
+        level, reached = [(ROOT, [*self.engine.tokens, self.last])], 1.0
         for _ in range(min(depth, self.depth)):
+            if self.width == 1 and reached < self.confidence:
+                break
             grown = []
             for parent, path in level:
                 q = sampling.probabilities(self.own.logits(path))
@@ -450,22 +489,25 @@ class ToyDrafter:
                     tokens.append(token)
                     parents.append(parent)
                     proposed.append(q)
+                    reached *= q[token].item()
             level = grown
         return Draft(tokens, parents, proposed if self.width == 1 else None)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("width, confidence", [(1, 0.0), (1, 0.3), (2, 0.0), (3, 0.0)])
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(1.0), Sampling(0.6), Sampling(1.0, top_k=3), Sampling(1.3, top_p=0.7)],
     ids=str,
 )
-def test_sampling_is_exact_by_enumeration(width: int, sampling: Sampling) -> None:
+def test_sampling_is_exact_by_enumeration(
+    width: int, confidence: float, sampling: Sampling
+) -> None:
     """Over every random decision, three tokens come out with the target's own probabilities."""
     n = 3
     for seed, eos_ids in ((0, frozenset()), (1, frozenset({2}))):
         engine = ToyEngine(seed, eos_ids)
-        drafter = ToyDrafter(engine, depth=2, width=width, seed=seed + 100)
+        drafter = ToyDrafter(engine, 2, width, seed + 100, confidence)
         found = distribution(
             lambda chance, e=engine, d=drafter: tuple(
                 decode(e, [1, 3], n, d, sampling, chance).tokens
@@ -506,8 +548,8 @@ def test_greedy_is_the_limit_of_sampling() -> None:
         assert found == accept_greedy(draft, best)
 
 
-@pytest.mark.parametrize("top_k, total", [(1, None), (3, 6)])
-def test_sampling_on_a_model_by_chi_square(top_k: int, total: int | None) -> None:
+@pytest.mark.parametrize("options", [{}, {"confidence": 0.3}, {"top_k": 3, "total": 6}], ids=str)
+def test_sampling_on_a_model_by_chi_square(options: dict) -> None:
     """Three sampled tokens of a tiny model against their exact probabilities.
 
     The test refuses a correct implementation with probability 1e-4; the seed is fixed.
@@ -527,7 +569,7 @@ def test_sampling_on_a_model_by_chi_square(top_k: int, total: int | None) -> Non
     # A draft vocabulary of tokens that can follow, so that random guesses are often right.
     vocabulary = torch.tensor(sorted({tokens[1] for tokens in expected}))
     head = random_head(engine, (1,), start_at_random, vocabulary)
-    drafter = HeadDrafter(head, depth=2, top_k=top_k, total=total)
+    drafter = HeadDrafter(head, depth=2, **options)
     chance, found, accepted = Chance(11), Counter(), 0
     for _ in range(runs):
         run = decode(engine, PROMPT, 4, drafter, sampling, chance)

@@ -414,6 +414,9 @@ class HeadDrafter:
         Children of a node, and nodes expanded at each level; 1 drafts a chain.
     total
         Guesses kept in a tree, those of highest probability; default all of a chain.
+    confidence
+        A chain ends early when the head gives its guesses so far a joint probability below this:
+        a further guess costs time and would hardly be reached. 0 always drafts the full depth.
     packed
         Use packed weights where they can be, as the engine does.
 
@@ -427,6 +430,7 @@ class HeadDrafter:
         depth: int,
         top_k: int = 1,
         total: int | None = None,
+        confidence: float = 0.0,
         packed: bool = True,
     ):
         if depth < 1 or top_k < 1 or (total is not None and total < 1):
@@ -437,7 +441,11 @@ class HeadDrafter:
             raise UserError(
                 f"top-k of {top_k}: the head can propose {head.config.draft_vocab_size} tokens"
             )
-        self.head, self.depth, self.top_k = head, depth, top_k
+        if not 0 <= confidence < 1 or (confidence and top_k > 1):
+            raise UserError(
+                f"confidence of {confidence}: expected 0 or more and below 1, in a chain (top-k 1)"
+            )
+        self.head, self.depth, self.top_k, self.confidence = head, depth, top_k, confidence
         self.total = total or (depth if top_k == 1 else depth * top_k)
         self.boundaries = head.config.layers
         weight = head.fc.weight
@@ -473,21 +481,27 @@ class HeadDrafter:
         head, hidden, place = self.head, self.hidden, self.cache.length
         tokens: list[int] = []
         proposed: list[Tensor] = []
-        for level in range(depth):
-            logits = head.logits(hidden)[0, 0]
+        reached = 1.0
+        while len(tokens) < depth:
+            logits = head.logits(hidden)[0, 0].float()
             if sampling.greedy:
-                draft_id = logits.argmax()
+                q = logits.softmax(-1) if self.confidence else logits
+                draft_id = q.argmax()
             else:
-                q = sampling.probabilities(logits.float())
+                q = sampling.probabilities(logits)
                 draft_id = torch.tensor(chance.draw(q), device=logits.device)
                 proposed.append(q.new_zeros(head.config.vocab_size))
                 proposed[-1][head.vocabulary] = q
             token = head.to_target(draft_id)
             tokens.append(int(token))
-            if level < depth - 1:
-                position = torch.tensor([place + level], device=hidden.device)
-                hidden = head(hidden, token.view(1, 1), position, self.cache)
-        chain = list(range(-1, depth - 1))
+            # Whether to go on is decided before the next guess is drawn, never by that guess:
+            # dropping a guess for what it is would bias sampled output.
+            reached *= q[draft_id].item() if self.confidence else 1.0
+            if len(tokens) == depth or reached < self.confidence:
+                break
+            position = torch.tensor([place + len(tokens) - 1], device=hidden.device)
+            hidden = head(hidden, token.view(1, 1), position, self.cache)
+        chain = list(range(-1, len(tokens) - 1))
         return Draft(tokens, chain, None if sampling.greedy else proposed)
 
     def _tree(self, depth: int) -> Draft:
