@@ -240,3 +240,10 @@ def test_compare_runs_every_method():
             np.array([s.layers]), sel.mean_entropy(e), cka)[0]))  # fmt: skip
         assert s.to_dict()["method"] == s.method
     assert "exhaustive" not in sel.compare(e, cka, 5, 0.9)
+
+
+def test_some_sets_are_all_or_distinct_layers():
+    assert len(sel.some_sets(12, 3)) == math.comb(11, 3)
+    few = sel.some_sets(30, 6, most=500)
+    assert few.shape == (500, 6) and (np.diff(few, axis=1) > 0).all()
+    assert few.min() >= 1 and few.max() <= 29

@@ -82,11 +82,10 @@ class Measured:
     rows: int
     weights: Tensor | None = None
 
-    def among(self, count: int, overlap: Tensor) -> Measured:
+    def among(self, count: int, overlap: Tensor, grams: Tensor | None = None) -> Measured:
         """The same for the first ``count`` of the measured rows, with their ``overlap``.
 
-        Gram matrices stay those of all rows: their entropies are only comparable at equal numbers
-        of rows.
+        Gram matrices stay those of all rows unless new ones are given (``sample_grams``).
         """
         kept = self.lens_rows < count
         return replace(
@@ -96,6 +95,7 @@ class Measured:
             feature_entropy=self.feature_entropy[:, kept],
             log_mass=self.log_mass[:, kept],
             overlap=overlap,
+            grams=self.grams if grams is None else grams,
             rows=count,
         )
 
@@ -177,12 +177,29 @@ def measure(
         say(f"logit-lens entropy: boundary {boundary}, {len(lens_rows):,} positions")
     if not (torch.isfinite(lens).all() and torch.isfinite(mass).all()):
         raise ValueError("an entropy is NaN or infinite; the states hold such values")
-    places = spread_sample(len(rows), gram_rows, generator)
-    grams = torch.stack(
-        [trace_gram(next(source.blocks(rows[places], len(places), [b]))[0]) for b in boundaries]
-    )
+    grams = sample_grams(source, rows, boundaries, count=gram_rows, seed=seed)
     return Measured(
         lens, lens_rows, features, mass, grams, overlap, target.vocab_size, source.d, len(rows)
+    )
+
+
+def sample_grams(
+    source: Source,
+    rows: Tensor,
+    boundaries: Sequence[int] | None = None,
+    *,
+    count: int = GRAM_ROWS,
+    seed: int = 0,
+) -> Tensor:
+    """Trace-1 Gram matrices ``[L, count, count]`` of the same sampled rows at every boundary.
+
+    Entropies of spectra grow with the number of rows, so compare them at equal counts only.
+    """
+    places = spread_sample(len(rows), count, torch.Generator().manual_seed(seed))
+    chosen = rows[places]
+    boundaries = source.boundaries if boundaries is None else boundaries
+    return torch.stack(
+        [trace_gram(next(source.blocks(chosen, len(chosen), [b]))[0]) for b in boundaries]
     )
 
 
@@ -424,24 +441,25 @@ DEFINITIONS: dict[str, Definition] = {
 
 
 def replicated_shares(
-    definition: Definition, measured: Measured, sets: Sets, weights: Tensor, overlaps: Tensor
+    definition: Definition, measured: Measured, sets: Sets | None, weights: Tensor, overlaps: Tensor
 ) -> NDArray[Any]:
     """Entropies in bootstrap replicates, as ``selection.stability`` wants them.
 
     Parameters
     ----------
     sets
-        ``[M, k]``, all sets that will be searched.
+        ``[M, k]``, all sets that will be searched; None when they are too many, and the mean of
+        the members' entropies has to do.
     weights, overlaps
         See ``Measured.resampled``.
 
     Returns
     -------
     ndarray
-        ``[B, L]`` of layers when the definition is additive, else ``[B, M]`` of sets.
+        ``[B, L]`` of layers when the definition is additive or sets is None, else ``[B, M]``.
     """
     again = measured.resampled(weights, overlaps)
-    if definition.additive:
+    if definition.additive or sets is None:
         found = definition.layer_shares(again)
     else:
         found = definition.set_shares(again, sets)
@@ -484,7 +502,10 @@ def mixture_entropy(
     return mixture / len(rows), mean / len(rows)
 
 
-def rank_correlation(scores: Tensor) -> Tensor:
-    """Spearman's rank correlation ``[D, D]`` between the rows of ``[D, M]`` scores without ties."""
-    ranks = scores.double().argsort(1).argsort(1).double()
-    return torch.corrcoef(ranks)
+def rank_correlation(scores: Tensor | NDArray[Any]) -> Tensor:
+    """Spearman's rank correlation ``[D, D]`` between the rows of ``[D, M]``; ties share a rank."""
+    ranks = []
+    for row in torch.as_tensor(scores).double():
+        _, place, count = row.unique(return_inverse=True, return_counts=True)
+        ranks.append((count.cumsum(0) - (count - 1) / 2)[place])
+    return torch.corrcoef(torch.stack(ranks))

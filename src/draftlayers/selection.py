@@ -129,6 +129,14 @@ def all_sets(candidates: Sequence[int], k: int) -> NDArray[np.int16]:
     return np.stack(columns, axis=1)
 
 
+def some_sets(n_layers: int, k: int, most: int = 200_000, seed: int = 0) -> NDArray[np.int16]:
+    """All sets of k of the boundaries 1..N-1, or ``most`` random ones when there are more."""
+    if math.comb(n_layers - 1, k) <= most:
+        return all_sets(range(1, n_layers), k)
+    keys = np.random.default_rng(seed).random((most, n_layers - 1))
+    return np.sort(np.argpartition(keys, k, axis=1)[:, :k] + 1, axis=1).astype(np.int16)
+
+
 def _chunks(candidates: Sequence[int], k: int) -> Iterator[NDArray[np.int16]]:
     """``all_sets`` in pieces of one first element, joined up to about 50,000 sets."""
     waiting: list[NDArray[np.int16]] = []
@@ -511,7 +519,9 @@ def stability(entropies: ArrayLike, ckas: ArrayLike, k: int) -> Stability:
         chosen = np.empty((len(matrices), k), np.int16)
         for i, (e, c) in enumerate(zip(values, matrices, strict=True)):
             aggregate = mean_entropy(e)(sets) if per_layer else e
-            chosen[i] = sets[np.argmax(aggregate * diversity(sets, c))]
+            score = aggregate * diversity(sets, c)
+            # A replicate may leave a layer without a CKA; its sets cannot win.
+            chosen[i] = sets[np.argmax(np.nan_to_num(score, nan=-np.inf))]
     found, counts = np.unique(chosen, axis=0, return_counts=True)
     order = np.lexsort((*found.T[::-1], -counts))
     times = len(chosen)
