@@ -99,7 +99,7 @@ def measure(
     methods = {PLAIN: None, **methods}
     names = list(methods)
     for name in names:
-        decode(engine, prompts[0], max_new_tokens, methods[name])
+        decode(engine, prompts[0], min(max_new_tokens, 12), methods[name])
     runs: dict[str, list[list[Decoded]]] = {name: [[] for _ in prompts] for name in names}
     differences = []
     for repeat in range(repeats):
@@ -473,10 +473,10 @@ def weights_read(module: torch.nn.Module) -> int:
 def probe_device(engine: Engine, rounds: int = 5) -> Device:
     """Bandwidth and FLOP/s of the engine's device in the engine's precision, as best of rounds."""
     options = {"device": engine.device, "dtype": engine.target.dtype}
-    weight, row = torch.randn(32768, 1024, **options), torch.randn(1, 1024, **options)
+    weight, row = torch.randn(24576, 1024, **options), torch.randn(1, 1024, **options)
     square = torch.randn(1536, 1536, **options)
     if engine.packed:
-        linear = torch.nn.Linear(1024, 32768, bias=False)
+        linear = torch.nn.Linear(1024, len(weight), bias=False)
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
         product = PackedLinear([linear], fastest_rows(weight))
     else:
