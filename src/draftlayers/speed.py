@@ -470,7 +470,7 @@ def weights_read(module: torch.nn.Module) -> int:
     )
 
 
-def probe_device(engine: Engine, rounds: int = 5) -> Device:
+def probe_device(engine: Engine, rounds: int = 3) -> Device:
     """Bandwidth and FLOP/s of the engine's device in the engine's precision, as best of rounds."""
     options = {"device": engine.device, "dtype": engine.target.dtype}
     weight, row = torch.randn(24576, 1024, **options), torch.randn(1, 1024, **options)
