@@ -507,5 +507,5 @@ def rank_correlation(scores: Tensor | NDArray[Any]) -> Tensor:
     ranks = []
     for row in torch.as_tensor(scores).double():
         _, place, count = row.unique(return_inverse=True, return_counts=True)
-        ranks.append((count.cumsum(0) - (count - 1) / 2)[place])
+        ranks.append((count.cumsum(0) - (count.double() - 1) / 2)[place])
     return torch.corrcoef(torch.stack(ranks))
