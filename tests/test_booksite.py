@@ -185,6 +185,7 @@ def run(tmp_path: Path) -> Run:
         ("sets.0.tau", ".2f", "none"),
         ("complete", "", "yes"),
         ("drop", "+.2f", "−0.25"),
+        ("drop", ".0e", "−2e−01"),
         ("_run.versions.torch", "", "2.13.0"),
     ],
 )

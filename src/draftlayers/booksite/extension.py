@@ -99,7 +99,7 @@ def show(value: Any, spec: str = "") -> str:
     except ValueError as error:
         raise ResultError(f"{value!r} cannot be written as {spec!r}: {error}") from None
     # A typographic minus sign, as in the rest of the text.
-    return text.replace("-", "−", 1) if isinstance(value, int | float) else text
+    return text.replace("-", "−") if isinstance(value, int | float) else text
 
 
 def show_seconds(seconds: float) -> str:
