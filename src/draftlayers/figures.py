@@ -166,6 +166,8 @@ def spectrum_with_sinks(without: np.ndarray, with_them: np.ndarray, copies: np.n
     axes.set_yscale("log")
     axes.set_xlabel("boundary b")
     axes.set_ylabel("effective number of directions")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend()
     return figure
 
@@ -291,7 +293,11 @@ def entropy_cka_plane(
     curves entropy x diversity = score are drawn.
     """
     figure, axes = plt.subplots(figsize=(6.4, 4.4))
-    cloud = axes.hexbin(entropy, diversity, gridsize=45, bins="log", cmap="Greys", mincnt=1, lw=0)
+    if len(entropy) <= 5000:
+        axes.plot(entropy, diversity, ".", ms=3, color="#9A9A9A", alpha=0.5, mew=0)
+    else:
+        cloud = axes.hexbin(entropy, diversity, gridsize=45, bins="log", cmap="Greys", lw=0)
+        figure.colorbar(cloud).set_label("sets")
     low, high = axes.get_xlim()
     bottom, top = axes.get_ylim()
     grid = np.linspace(max(low, 1e-6), high, 200)
@@ -309,7 +315,6 @@ def entropy_cka_plane(
     axes.set_ylim(bottom, top)
     axes.set_xlabel("entropy of the set (share of the largest)")
     axes.set_ylabel("diversity, 1 - largest CKA of a pair")
-    figure.colorbar(cloud).set_label("sets")
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -326,7 +331,7 @@ def inclusion_bars(inclusion: np.ndarray, chosen: Sequence[int], default: Sequen
     axes.set_ylim(-0.09, 1.02)
     axes.set_xlabel("boundary b")
     axes.set_ylabel("share of replicates")
-    axes.legend()
+    figure.legend(loc="outside upper right", ncols=2)
     return figure
 
 
