@@ -206,9 +206,8 @@ def sample_grams(
 def spread_sample(n: int, count: int, generator: torch.Generator) -> Tensor:
     """``min(n, count)`` rising places of range(n), one drawn from each of equal intervals."""
     count = min(n, count)
-    edges = torch.linspace(0, n, count + 1, dtype=torch.float64)
-    drawn = edges[:-1] + torch.rand(count, generator=generator, dtype=torch.float64) * edges.diff()
-    return drawn.long().clamp_max(n - 1).unique()
+    edges = torch.arange(count + 1) * n // count
+    return edges[:-1] + (torch.rand(count, generator=generator) * edges.diff()).long()
 
 
 def feature_softmax(states: Tensor) -> tuple[Tensor, Tensor]:
