@@ -299,18 +299,20 @@ def test_one_answer_token_trains_one_position(target, tmp_path):
     assert batch.states.grad[3].abs().sum() > 0
 
 
-def test_vocabulary_is_the_most_frequent_answer_tokens(store, data):
-    words = torch.tensor([9, 4, 4, 7, 9, 4, 2, 7])
-    assert draft_vocabulary(words, 2).tolist() == [4, 7]  # 7 and 9 tie; the lower id goes in
-    assert draft_vocabulary(words, 3).tolist() == [4, 7, 9]
-    assert draft_vocabulary(words, 50).tolist() == [2, 4, 7, 9]
-    counts: collections.Counter = collections.Counter()
+def test_vocabulary_is_what_the_target_expects_most(store, data):
+    ids = torch.tensor([[9, 4, 2], [4, 7, 9]])
+    log_p = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]]).log()
+    # In all 0.75 for 9 and 4, 0.25 for 7 and 2; of two that tie, the lower id goes in.
+    assert draft_vocabulary(ids, log_p, 1).tolist() == [4]
+    assert draft_vocabulary(ids, log_p, 3).tolist() == [2, 4, 9]
+    assert draft_vocabulary(ids, log_p, 50).tolist() == [2, 4, 7, 9]
+    expected: collections.Counter = collections.Counter()
     for sequence in data.train.tolist():
-        rows = rows_of(store, sequence)
-        for row in rows[:-1].tolist():
+        for row in rows_of(store, sequence).tolist():
             if store.meta["answer"][row]:
-                counts[int(store.meta["token"][row + 1])] += 1
-    best = sorted(counts, key=lambda t: (-counts[t], t))[:60]
+                for token, log_p in zip(store.top_ids[row], store.top_logprobs[row], strict=True):
+                    expected[int(token)] += float(log_p.double().exp())
+    best = sorted(expected, key=lambda t: (-expected[t], t))[:60]
     assert data.vocabulary.tolist() == sorted(best)
     assert sorted([*data.train.tolist(), *data.validation.tolist()]) == list(range(14))
 
@@ -372,7 +374,7 @@ def test_tau_estimate_equals_decoding_of_greedy_answers(target, tmp_path):
     conversations = answered(target, 6, 30, seed=4)
     store = collect(target, conversations, LAYERS, tmp_path / "s", predict="answer", top=64)
     data = TrainingData(
-        store, torch.arange(6), torch.arange(6), draft_vocabulary(store.meta["token"], 400)
+        store, torch.arange(6), torch.arange(6), 1 + torch.arange(target.vocab_size - 1)
     )
     with torch.enable_grad():
         trained = train_head(
@@ -415,7 +417,7 @@ def test_two_conversations_are_learned_by_heart(target, tmp_path, start):
     conversations = answered(target, 2, 24, seed=2)
     store = collect(target, conversations, LAYERS, tmp_path / "s", predict="answer", top=64)
     data = TrainingData(
-        store, torch.arange(2), torch.arange(2), draft_vocabulary(store.meta["token"], 400)
+        store, torch.arange(2), torch.arange(2), 1 + torch.arange(target.vocab_size - 1)
     )
     thorough = settings(epochs=150.0, batch_tokens=48, start=start, learning_rate=5e-3)
     trained = train_head(data, LAYERS, target, thorough, 0, tmp_path / "h")

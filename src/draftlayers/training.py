@@ -108,24 +108,29 @@ class TrainingSettings:
         )
 
 
-def draft_vocabulary(answers: Tensor, size: int) -> Tensor:
-    """The most frequent tokens of the training answers, as ascending ids.
+def draft_vocabulary(top_ids: Tensor, top_logprobs: Tensor, size: int) -> Tensor:
+    """The tokens that the target is most likely to say in the training answers, ascending.
+
+    EAGLE-3's code counts the answers' tokens. With its millions of answers that is the same; a
+    small corpus lacks many tokens that its target would use next time, and the target's own
+    probabilities, summed over all answer positions, know of them.
 
     Parameters
     ----------
-    answers
-        Token ids of all training answers, int ``[n]``.
+    top_ids, top_logprobs
+        The target's next-token distributions at the answer positions, ``[n, M]``.
     size
-        Tokens wanted. Fewer are returned when the answers hold fewer different tokens: a token
-        that was never seen cannot be learned, and would only make the output matrix slower.
+        Tokens wanted. Fewer are returned when fewer appear in the distributions.
 
     Returns
     -------
     Tensor
         int64 ``[D]``, ascending; ties go to the lower id.
     """
-    ids, counts = answers.to(torch.int64).unique(return_counts=True)
-    order = counts.sort(descending=True, stable=True).indices[:size]
+    ids, where = top_ids.flatten().long().unique(return_inverse=True)
+    expected = torch.zeros(len(ids), dtype=torch.float64)
+    expected.index_add_(0, where, top_logprobs.flatten().double().exp())
+    order = expected.sort(descending=True, stable=True).indices[:size]
     return ids[order].sort().values
 
 
@@ -154,10 +159,11 @@ class TrainingData:
         sequence = store.meta["sequence"]
         ids = sequence.unique()
         train, held_out = ids[:-validation], ids[-validation:]
-        # A row that predicts an answer token is followed by that token.
-        predicts = store.meta["answer"][:-1] & torch.isin(sequence[:-1], train)
-        answers = store.meta["token"][1:][predicts]
-        return cls(store, train, held_out, draft_vocabulary(answers, draft_vocab))
+        answers = store.meta["answer"] & torch.isin(sequence, train)
+        vocabulary = draft_vocabulary(
+            store.top_ids[answers], store.top_logprobs[answers], draft_vocab
+        )
+        return cls(store, train, held_out, vocabulary)
 
 
 def truncation_error(logits: Tensor, vocabulary: Tensor, m: int) -> dict[str, float]:
