@@ -278,6 +278,97 @@ def run_chapters(run: Run, upto: str = CHAPTERS[-1], cores: int | None = None) -
         )
 
 
+def select_layers(run: Run, say: Callable[[str], None]) -> dict[str, Any]:
+    """Chapters 1 to 5 without their text: the layers for a draft head, and a picture.
+
+    Returns a dictionary that JSON can hold: ``chosen``, ``sets`` (each rule's layers, score and
+    rank among all sets of its size), ``n_layers``, ``kept_share`` with its ``reason``, how often
+    the bootstrap makes the same choice, and the path of the ``picture``.
+    """
+    import numpy as np
+
+    from draftlayers import cka, entropy, figures, filtering, selection
+    from draftlayers.corpus import load_corpus, until_tokens
+    from draftlayers.states import collect
+    from draftlayers.targets import load_target
+
+    spec = run.spec
+    target = load_target(spec.model, trust_remote_code=spec.trust_remote_code, say=say)
+    conversations = until_tokens(load_corpus(target, run, say).train, spec.stat_tokens)
+    store = collect(
+        target, conversations, range(target.n_layers + 1), run.folder / "states", say=say
+    )
+    rows = filtering.eligible(store.meta, store.norms).rows
+    sequence = store.meta["sequence"][rows]
+    shares, parts = filtering.SHARES, 16
+    how = cka.plan(len(rows), len(store.boundaries), store.d, cells=parts * len(shares),
+                   shares=shares)  # fmt: skip
+    say(f"CKA: {how}")
+    sums = cka.measure(store, rows, sequence, shares=shares, how=how, parts=parts, seed=spec.seed)
+    whole = sums.compute(len(shares) - 1)
+    measured = entropy.measure(
+        target, store, rows, whole.overlap, lens_tokens=spec.lens_tokens, seed=spec.seed, say=say
+    )
+    definition = entropy.DEFINITIONS[spec.entropy]
+    levels = selection.along_filter(
+        sums, cka.deal_parts(sequence, spec.seed, parts), measured, definition, shares, spec.k,
+        bootstrap=spec.bootstrap, seed=spec.seed, say=say,
+    )  # fmt: skip
+    advice = filtering.recommend(
+        shares,
+        [level.layers for level in levels],
+        np.stack([level.stability.inclusion for level in levels]),
+        [level.rows for level in levels],
+    )
+    share = advice.share if spec.keep is None else spec.keep
+    rows = filtering.kept(rows, share)
+    used = cka.measure(store, rows, store.meta["sequence"][rows], seed=spec.seed).compute()
+    measured = measured.among(
+        len(rows), used.overlap, entropy.sample_grams(store, rows, seed=spec.seed)
+    )
+    scores, matrix = definition.layer_shares(measured).numpy(), used.matrix.numpy()
+    aggregate = definition.aggregate_function(measured)
+    found = selection.search(scores, matrix, spec.k, aggregate)
+    methods = selection.compare(scores, matrix, spec.k, spec.cka_threshold, aggregate)
+    use_style()
+    sets = selection.some_sets(target.n_layers, spec.k, seed=spec.seed)
+    marked = {}
+    for choice in (found, methods["default"], methods["greedy_threshold"]):
+        one = np.array([choice.layers])
+        marked[choice.method] = (
+            float(aggregate(one)[0]), float(selection.diversity(one, matrix)[0])
+        )  # fmt: skip
+    figure = figures.entropy_cka_plane(
+        aggregate(sets),
+        selection.diversity(sets, matrix),
+        marked,
+        [methods["default"].score, found.score],
+    )
+    run.save_figure(figure, "select")
+    listed = []
+    for name, choice in {"chosen": found, **methods}.items():
+        rank = selection.rank_of(choice.layers, scores, matrix, aggregate)
+        listed.append(
+            {"name": name, "layers": list(choice.layers), "score": choice.score,
+             "rank": rank.rank, "of": rank.total, "note": choice.note}
+        )  # fmt: skip
+    return {
+        "model": spec.model,
+        "n_layers": target.n_layers,
+        "convention": "boundary b: the residual stream entering layer b (vLLM's numbering)",
+        "chosen": list(found.layers),
+        "entropy": spec.entropy,
+        "rows": len(rows),
+        "kept_share": share,
+        "reason": advice.reason if spec.keep is None else "set by the parameter keep",
+        "same_choice_in_bootstrap": next(
+            (lv.stability.share(found.layers) for lv in levels if lv.share == share), None
+        ),
+        "sets": listed,
+        "picture": str(run.path("figures", "select.png")),
+    }
+
+
 def _main(
     chapter: Annotated[str, typer.Argument(help="Chapter to execute.")],
     spec: Annotated[Path, typer.Argument(help="The run's spec.json.")],

@@ -166,11 +166,15 @@ def select(
         return
     table = Table("rule", "boundaries", "score", "rank")
     for row in result["sets"]:
-        rank = f"{row['rank']:,} of {result['candidate_sets']:,}" if row["rank"] else "-"
+        rank = f"{row['rank']:,} of {row['of']:,}"
         table.add_row(row["name"], str(row["layers"]), f"{row['score']:.4f}", rank)
-    console = Console()
+    console = Console(highlight=False)
     console.print(table)
-    console.print(f"chosen boundaries: [bold]{result['chosen']}[/] of 0..{result['n_layers']}")
+    console.print(f"{result['reason']}; {result['rows']:,} positions kept", soft_wrap=True)
+    same = result["same_choice_in_bootstrap"]
+    if same is not None:
+        console.print(f"the bootstrap over conversations makes the same choice in {same:.0%}")
+    console.print(f"chosen: [bold]{result['chosen']}[/] ({result['convention']})", soft_wrap=True)
     console.print(f"picture: {result['picture']}", soft_wrap=True)
 
 

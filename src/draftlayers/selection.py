@@ -24,7 +24,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
+from draftlayers.cka import CKASums
+from draftlayers.entropy import Definition, Measured, replicated_shares
 from draftlayers.spec import UserError
 
 Aggregate = Callable[[NDArray[np.integer]], NDArray[np.floating]]
@@ -535,3 +538,63 @@ def stability(entropies: ArrayLike, ckas: ArrayLike, k: int) -> Stability:
         float(1 - spread.mean() / expected) if expected else 1.0,
         times,
     )
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a filter that keeps a share of the rows would choose.
+
+    matrix and se ``[N+1, N+1]`` are CKA and its standard error, entropy ``[N+1]`` the layers'
+    shares of the largest possible entropy, stability that of the choice.
+    """
+
+    share: float
+    rows: int
+    matrix: NDArray[np.floating]
+    se: NDArray[np.floating]
+    entropy: NDArray[np.floating]
+    layers: tuple[int, ...]
+    stability: Stability
+
+
+def along_filter(
+    sums: CKASums,
+    part: Tensor,
+    measured: Measured,
+    definition: Definition,
+    shares: Sequence[float],
+    k: int,
+    *,
+    bootstrap: int,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Level]:
+    """Search at every share of rows that ``sums`` holds, with a bootstrap over sequences at each.
+
+    Parameters
+    ----------
+    sums
+        From one pass of ``cka.measure`` over all rows, with these shares.
+    part
+        ``[n]`` the part that each row was dealt into (``cka.deal_parts``).
+    measured, definition
+        Entropies of the same rows, and which definition counts.
+    """
+    sets = None
+    if k <= EXHAUSTIVE_K:
+        sets = all_sets(range(1, len(measured.lens) - 1), k)
+    levels = []
+    for number, share in enumerate(shares):
+        at = sums.compute(number)
+        among = measured.among(at.n, at.overlap)
+        values, matrix = definition.layer_shares(among).numpy(), at.matrix.numpy()
+        best = search(values, matrix, k, definition.aggregate_function(among))
+        weights = sums.bootstrap_weights(bootstrap, seed, number)
+        matrices, overlaps = sums.replicates(weights, number)
+        again = replicated_shares(
+            definition, among, sets, weights[:, part[among.lens_rows]], overlaps
+        )
+        stable = stability(again, matrices, k)
+        levels.append(Level(share, at.n, matrix, at.se.numpy(), values, best.layers, stable))
+        say(f"filter: keeping {share:.0%} ({at.n:,} rows) chooses {list(best.layers)}")
+    return levels
