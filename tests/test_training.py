@@ -511,7 +511,7 @@ def test_validation_counts_guesses_outside_the_vocabulary_as_wrong(target, data)
     config = HeadConfig.for_target(target, LAYERS, 2)
     small = DraftHead(config, head.embedding, few.vocabulary)
     start_from_target(small, target, seed=0)
-    result = validate(small, view(target, few, few.validation), STEPS)
+    result = validate(small, view(target, few, few.validation), STEPS, STEPS)
     firsts = data.store.top_ids[:, 0][data.store.meta["answer"]]
     share = torch.isin(firsts.long(), few.vocabulary).float().mean()
     assert share < 0.5 and max(result.agreement) <= 0.6

@@ -352,10 +352,10 @@ def score_distribution(scores: np.ndarray, marked: dict[str, float], total: int)
 
 def head_diagram(layers: Sequence[int]) -> Figure:
     """The draft head: what it reads, its one layer, and the two ways out of it."""
-    figure, axes = plt.subplots(figsize=(6.4, 5.6))
+    figure, axes = plt.subplots(figsize=(6.4, 5.2))
     axes.set_axis_off()
     axes.set_xlim(0, 10)
-    axes.set_ylim(0.2, 10.2)
+    axes.set_ylim(0.3, 9.5)
 
     def box(x: float, y: float, text: str, width: float = 2.3, colour: str = "#DCEAF5") -> None:
         corner = (x - width / 2, y - 0.32)
@@ -393,8 +393,8 @@ def head_diagram(layers: Sequence[int]) -> Figure:
     arrow((6.6, 2.32), (6.6, 2.6), (5.2, 2.6), (5.2, 2.88))
     # The residual stream runs on the right, and is never normed.
     for y in (6.2, 8.0):
-        axes.text(6.6, y, "+", ha="center", va="center", fontsize=11, zorder=4,
-                  bbox={"boxstyle": "circle,pad=0.12", "fc": "white", "ec": BLACK, "lw": 0.8})  # fmt: skip
+        ring = {"boxstyle": "circle,pad=0.12", "fc": "white", "ec": BLACK, "lw": 0.8}
+        axes.text(6.6, y, "+", ha="center", va="center", fontsize=11, zorder=4, bbox=ring)
     arrow((6.6, 2.6), (6.6, 5.98))
     arrow((3.5, 5.72), (3.5, 6.2), (6.35, 6.2))
     arrow((6.6, 6.42), (6.6, 7.78))

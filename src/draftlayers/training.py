@@ -566,7 +566,7 @@ class Validation:
     Attributes
     ----------
     loss
-        The training loss, on all guesses together.
+        The training loss, over the steps that training takes.
     agreement
         Per step: share of guesses that are the target's first choice.
     acceptance
@@ -585,9 +585,12 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    head: DraftHead, data: Conversations, steps: int, batch_tokens: int = 1024
+    head: DraftHead, data: Conversations, steps: int, loss_steps: int, batch_tokens: int = 1024
 ) -> Validation:
-    """Run the training-time test without learning, over all conversations of `data`."""
+    """Run the training-time test without learning, over all conversations of `data`.
+
+    `steps` is the depth of the chain that is judged, `loss_steps` how many of them the loss counts.
+    """
     loss, trained = torch.zeros(steps), torch.zeros(steps)
     hits, guesses, runs, chances = (torch.zeros(steps) for _ in range(4))
     produced = passes = 0
@@ -619,8 +622,9 @@ def validate(
                 produced += lengths[place] + 1
                 place += lengths[place] + 1
     weights = STEP_WEIGHT ** torch.arange(steps)
+    by_step = weights * loss / trained.clamp(min=1)
     return Validation(
-        loss=float((weights * loss / trained.clamp(min=1)).sum()),
+        loss=float(by_step[:loss_steps].sum()),
         agreement=(hits / guesses.clamp(min=1)).tolist(),
         acceptance=(runs / chances.clamp(min=1)).tolist(),
         tau=produced / max(passes, 1),
@@ -875,8 +879,9 @@ class Trainer:
 
     def record(self) -> str:
         """Validate, remember the result, keep the weights if they are the best so far."""
-        result = validate(self.head, self.held_out, self.settings.depth)
-        weights = STEP_WEIGHT ** torch.arange(len(self.since))
+        steps = self.settings.ttt_steps
+        result = validate(self.head, self.held_out, max(self.settings.depth, steps), steps)
+        weights = STEP_WEIGHT ** torch.arange(steps)
         means = self.since / self.since_updates
         record = {
             "update": self.update,
