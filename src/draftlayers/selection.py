@@ -20,15 +20,18 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
-from draftlayers.cka import CKASums
-from draftlayers.entropy import Definition, Measured, replicated_shares
 from draftlayers.spec import UserError
+
+if TYPE_CHECKING:  # searching sets needs no torch
+    from torch import Tensor
+
+    from draftlayers.cka import CKASums
+    from draftlayers.entropy import Definition, Measured
 
 Aggregate = Callable[[NDArray[np.integer]], NDArray[np.floating]]
 EXHAUSTIVE_K = 4
@@ -580,6 +583,8 @@ def along_filter(
     measured, definition
         Entropies of the same rows, and which definition counts.
     """
+    from draftlayers.entropy import replicated_shares
+
     sets = None
     if k <= EXHAUSTIVE_K:
         sets = all_sets(range(1, len(measured.lens) - 1), k)
