@@ -167,7 +167,9 @@ def spectrum_with_sinks(without: np.ndarray, with_them: np.ndarray, copies: np.n
     axes.set_xlabel("boundary b")
     axes.set_ylabel("effective number of directions")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    shown = np.concatenate([without, with_them, copies])
+    narrow = np.nanmax(shown) < 10 * np.nanmin(shown)  # no power of ten to label
+    axes.yaxis.set_minor_formatter("{x:g}" if narrow else "")
     axes.legend()
     return figure
 
