@@ -471,6 +471,22 @@ def test_finished_head_is_loaded_and_another_is_not(target, data, tmp_path, monk
     assert len(train_head(fewer, LAYERS, target, short, 1, tmp_path).head.vocabulary) == 59
 
 
+def test_mixed_precision_learns_the_same(target, data):
+    """The arithmetic of CUDA, bfloat16 by autocast, runs and gives about the same gradient."""
+    conversations = view(target, data, data.train)
+    batch, counts = conversations.batch([0, 1], STEPS), conversations.trained_guesses([0, 1], STEPS)
+    gradients = []
+    for mixed in (False, True):
+        head = new_head(target, data, start="target")
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            loss, _ = ttt_loss(head, batch, counts)
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in head.parameters()]))
+    cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0)
+    assert cosine > 0.99
+    assert gradients[1].dtype == torch.float32
+
+
 def test_starts_and_frozen_output_matrix(target, data, tmp_path):
     frozen = settings(epochs=1.0, train_lm_head=False)
     head = train_head(data, LAYERS, target, frozen, 0, tmp_path / "a").head

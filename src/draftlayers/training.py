@@ -570,7 +570,7 @@ class Validation:
     agreement
         Per step: share of guesses that are the target's first choice.
     acceptance
-        Per step: the same among chains whose earlier guesses all were (α_j).
+        Per step: the same among chains whose earlier guesses all were (α_j); None without any.
     tau
         Estimated acceptance length, the target's own token included: the chain is walked through
         each answer as greedy decoding would, jumping over what it guesses right. It is exact for
@@ -579,7 +579,7 @@ class Validation:
 
     loss: float
     agreement: list[float]
-    acceptance: list[float]
+    acceptance: list[float | None]
     tau: float
 
 
@@ -626,7 +626,7 @@ def validate(
     return Validation(
         loss=float(by_step[:loss_steps].sum()),
         agreement=(hits / guesses.clamp(min=1)).tolist(),
-        acceptance=(runs / chances.clamp(min=1)).tolist(),
+        acceptance=[float(r / c) if c else None for r, c in zip(runs, chances, strict=True)],
         tau=produced / max(passes, 1),
     )
 
