@@ -39,7 +39,7 @@ _SUMS_BYTES = 256e6
 _CHUNK_BYTES = 80e6
 _REPLICATES = 16
 _BLOCK_FLOPS = 1e11
-_FLUSH_ROWS = 8192
+_FLUSH_ROWS = 4096
 _ADDITIVE = (
     "cross", "sum", "by_norm", "norm_products", "norms", "full_norms", "full_norm_products",
     "full_sum", "count", "rest", "rest_pairs",
@@ -154,8 +154,10 @@ def plan(
         width = layers * rank
         chunk = _chunk_rows(layers, d, block)
         flops = n * width**2
-        memory = cells * (width**2 + 2 * width * (layers + 1)) * 4 + chunk * layers * d * 4
-        memory += min(n, _FLUSH_ROWS) * width * 8 + 3 * chunk * d * 4
+        memory = cells * (width**2 + 2 * width * (layers + 1)) * 4  # the sums
+        memory += (min(cells, _REPLICATES) + 1) * width**2 * 4  # replicates for standard errors
+        memory += chunk * layers * d * 6 + 3 * chunk * d * 4  # a chunk as read and in float32
+        memory += 3 * min(n, _FLUSH_ROWS + chunk) * width * 4  # rows waiting to be multiplied
         if rank < d:
             flops += 2 * n * layers * d * rank + block * pairs
             memory += layers * d * rank * 4 + 4 * layers * chunk * block * 4
@@ -577,8 +579,10 @@ class CKASums:
         if self.basis.vectors is None:  # exact centring of the norms
             cells = (level + 1) * self.parts
             mean = (self.sum[:cells].sum(0) / n).view(self.layers, self.rank)
-            cross = self.cross[:cells].sum(0).double().cpu().view(*mean.shape, *mean.shape)
-            twist = _upper(torch.einsum("ia,iajc,jc->ij", mean, cross, mean))
+            cross = self.cross[:cells].sum(0).view(*mean.shape, *mean.shape)
+            offset = mean.to(cross)  # small: the states are shifted close to their mean
+            twist = torch.einsum("ia,iajc,jc->ij", offset, cross, offset)
+            twist = _upper(twist.double().cpu())
             by = torch.einsum(
                 "ia,iaj->ij", mean, self.by_norm[:cells].sum(0).view(*mean.shape, self.layers)
             )
