@@ -187,9 +187,9 @@ PROFILES: dict[str, dict[str, Any]] = {
         "speed_repeats": 1,
     },
     "full": {
-        "train_conversations": 3600,
+        "train_conversations": 3200,
         "validation_conversations": 70,
-        "generated_conversations": 3670,
+        "generated_conversations": 3270,
         "heldout_prompts": 84,
         "max_prompt_tokens": 320,
         "answer_tokens": 128,
