@@ -345,7 +345,7 @@ def test_bad_input_is_explained(call, message):
 def test_plan_says_what_it_costs():
     small, large = cka.plan(2000, 9, 64), cka.plan(8000, 31, 576)
     assert small.exact and not large.exact
-    assert "exact" in str(small) and "blocks of 256" in str(large) and "MB" in str(large)
+    assert "exact" in str(small) and "blocks of 128" in str(large) and "MB" in str(large)
     huge = cka.plan(100_000, 80, 8192, memory_limit=3e9)
     assert huge.peak_bytes < 3e9 and huge.flops < 2e14
     assert cka.plan(50_000, 30, 576).block == 64

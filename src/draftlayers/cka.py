@@ -38,7 +38,7 @@ _BASIS_ROWS = 512
 _SUMS_BYTES = 256e6
 _CHUNK_BYTES = 80e6
 _REPLICATES = 16
-_BLOCK_FLOPS = 1e11
+_BLOCK_FLOPS = 5e10
 _FLUSH_ROWS = 4096
 _ADDITIVE = (
     "cross", "sum", "by_norm", "norm_products", "norms", "full_norms", "full_norm_products",
@@ -126,7 +126,7 @@ def plan(
     The rule: exact when its operations stay below ``flop_limit`` (1e12, about ten seconds of two
     CPU cores) and its memory below ``memory_limit`` bytes; otherwise rank 32 exactly (halved until
     the sums take 256 MB at most, but not below 8) and the rest in shuffled blocks. Blocks have 64
-    rows, doubled up to 512 while they cost at most 1e11 operations, and never so few that the
+    rows, doubled up to 512 while they cost at most 5e10 operations, and never so few that the
     smallest share has less than 8 rows in one.
 
     Parameters
