@@ -302,6 +302,19 @@ def test_states_far_from_zero_or_very_large():
     for change in (x + 200 * x.std(), 1e12 * x, 1e-12 * x):
         found = compute(change).matrix.numpy()
         assert found == pytest.approx(expected, abs=2e-4)
+        found = compute(change, split()).matrix.numpy()
+        assert found == pytest.approx(compute(x, split()).matrix.numpy(), abs=2e-4)
+
+
+def test_blocks_with_too_few_rows_of_a_level_are_left_out():
+    # 135 = 2 blocks of 64 and one of 7, of which the smallest level holds one or two rows.
+    x, shares = states(rows=135), (0.2, 1.0)
+    found = cka.measure(
+        cka.ArraySource(x), torch.arange(135), torch.arange(135) // 9, shares=shares, how=split(135)
+    )
+    m = found.rest_pairs
+    assert m[0] > 0 and m[1] == 2 * 64 * 61 + 7 * 4
+    assert torch.isfinite(found.compute(0).matrix).all()
 
 
 def test_constant_layers_are_refused_by_name():

@@ -353,13 +353,11 @@ class CKASums:
         grams = [torch.empty(layers, (q - p) // b, b, b, device=device) for p, q, b in cuts]
         member = torch.nn.functional.one_hot(level, self.levels).to(device, torch.float32)
         for i, scale in enumerate(self.basis.scale):
-            y = block[i].to(device, torch.float32) - self.basis.shift[i]
-            full[:, i] = (torch.linalg.vector_norm(y, dim=1) / scale).square()
-            self.full_sum[:, i] += (member.T @ y / scale).double().cpu()
-            if not split:
-                z[:, i] = y / scale
-            else:
-                z[:, i] = y @ (self.basis.vectors[i] / scale)
+            y = (block[i].to(device, torch.float32) - self.basis.shift[i]).div_(scale)
+            full[:, i] = torch.linalg.vector_norm(y, dim=1).square()
+            self.full_sum[:, i] += (member.T @ y).double().cpu()
+            z[:, i] = y @ self.basis.vectors[i] if split else y
+            if split:
                 for (p, q, b), gram in zip(cuts, grams, strict=True):
                     rows = y[p:q].view(-1, b, d)
                     torch.bmm(rows, rows.mT, out=gram[i])
@@ -367,11 +365,7 @@ class CKASums:
         if split:
             for (p, q, b), gram in zip(cuts, grams, strict=True):
                 rows = z[p:q].view(-1, b, layers, self.rank).permute(2, 0, 1, 3)
-                squares = self.basis.scale.double().cpu().square()
-                blocks = level[p:q].view(-1, b)
-                self._add_rest(gram, blocks, 1 / torch.outer(squares, squares))
-                self._add_rest(rows @ rows.mT, blocks, -1.0)
-                self.rest_pairs += self._pairs(blocks)
+                self._add_rest(gram, rows @ rows.mT, level[p:q].view(-1, b))
         norms = full.double().cpu()
         cell = level * self.parts + part
         self.full_norms.index_add_(0, cell, norms)
@@ -382,29 +376,23 @@ class CKASums:
         if sum(len(c) for _, c in self._waiting) >= _FLUSH_ROWS:
             self._flush()
 
-    def _add_rest(self, gram: Tensor, level: Tensor, factor: Tensor | float) -> None:
-        """Add ``factor`` times m(m-3) HSIC_1 of each block.
+    def _add_rest(self, gram: Tensor, strong: Tensor, level: Tensor) -> None:
+        """Add m(m-3) HSIC_1 of each block, of all directions minus the strong ones alone.
 
-        gram ``[layers, blocks, b, b]`` is overwritten, level is ``[blocks, b]``.
+        gram and strong ``[layers, blocks, b, b]`` are overwritten, level is ``[blocks, b]``.
         """
         gram.diagonal(dim1=2, dim2=3).zero_()
+        strong.diagonal(dim1=2, dim2=3).zero_()
         for top in range(self.levels):
-            inside = (level <= top).to(gram)
-            kept = gram if top == self.levels - 1 else gram * (inside[:, :, None] * inside[:, None])
+            inside = level <= top
+            inside &= inside.sum(1, keepdim=True) >= 4  # fewer rows have no HSIC_1
             m = inside.sum(1).double()
-            flat = kept.flatten(1)
-            row = kept.sum(3)  # [layers, blocks, b]
-            total = row.sum(2).double()
-            scaled = (row / (m - 2).clamp_min(1).to(row)[:, None]).flatten(1)
-            hsic = (flat @ flat.T - 2 * scaled @ row.flatten(1).T).double()
-            hsic += (total / ((m - 1) * (m - 2)).clamp_min(1)) @ total.T
-            hsic = hsic.cpu()
-            self.rest[top] += factor * (hsic + hsic.T) / 2
-
-    def _pairs(self, level: Tensor) -> Tensor:
-        """Sum over blocks of m(m-3), m the rows of a block at each level."""
-        m = torch.stack([(level <= top).sum(1) for top in range(self.levels)]).double()
-        return (m * (m - 3)).sum(1)
+            self.rest_pairs[top] += (m * (m - 3)).sum()
+            pairs = None
+            if not inside.all():
+                pairs = (inside[:, :, None] & inside[:, None]).to(gram)
+            self.rest[top] += _block_hsic(gram if pairs is None else gram * pairs, m)
+            self.rest[top] -= _block_hsic(strong if pairs is None else strong * pairs, m)
 
     def _flush(self) -> None:
         if not self._waiting:
@@ -596,6 +584,19 @@ class CKASums:
             norms = norms - n * size
         total = n * (n - 3) * hsic + n / (n - 2) * products
         return total - torch.outer(norms, norms) / ((n - 1) * (n - 2))
+
+
+def _block_hsic(gram: Tensor, m: Tensor) -> Tensor:
+    """Sum over blocks of m(m-3) HSIC_1 of Gram matrices ``[layers, blocks, b, b]``.
+
+    Diagonals, and the rows and columns beyond the ``m [blocks]`` rows that count, are zero.
+    """
+    flat, row = gram.flatten(1), gram.sum(3)
+    total = row.sum(2).double().cpu()
+    scaled = row / (m - 2).clamp_min(1).to(row)[:, None]
+    hsic = (flat @ flat.T - 2 * scaled.flatten(1) @ row.flatten(1).T).double().cpu()
+    hsic += (total / ((m - 1) * (m - 2)).clamp_min(1)) @ total.T
+    return (hsic + hsic.T) / 2
 
 
 def _upper(matrix: Tensor) -> Tensor:
