@@ -192,7 +192,7 @@ def main(
             "engine": engine.way,
             "head": source,
             "depth": depth,
-            "tree": {"depth": depth, "top_k": tree.top_k, "total": tree.total},
+            "tree": {"depth": depth, "top_k": tree.top_k, "total": tree.size},
             "prompts": len(chosen),
             "new_tokens": tokens,
             "rounds": repeats,

@@ -100,26 +100,44 @@ def test_states_that_cannot_be_taken_back_are_refused() -> None:
         Engine(target)
 
 
+class Replayed:
+    """What a CUDA graph does, without CUDA: the same buffers are computed with again."""
+
+    def __init__(self, run, inputs):
+        self.run, self.inputs = run, [t.clone() for t in inputs]
+
+    def __call__(self, inputs):
+        for static, new in zip(self.inputs, inputs, strict=True):
+            static.copy_(new)
+        return self.run(self.inputs)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_passes_give_the_states_of_boundaries(architecture: str, fixed: bool) -> None:
-    """In growing and in fixed shapes (as CUDA graphs need them)."""
+def test_passes_give_the_states_of_boundaries(
+    architecture: str, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In growing and in fixed shapes, as CUDA graphs need them."""
     config = {"sliding_window": 5} if architecture == "gemma3_text" else {}
     target = tiny_target(architecture=architecture, **config)
     engine = Engine(target)
     if fixed:
+        monkeypatch.setattr("draftlayers.engine.GraphedPass", Replayed)
         engine._pass = HuggingFacePass(target, packed=False)
+        engine._pass.graphed = True
         engine.kv.layers.clear()
         engine.kv.fixed = True
     boundaries = (1, 4, 8)
     more = torch.tensor([40, 41, 42])
-    with engine.session(40, boundaries):
+    with engine.session(12, boundaries, new=3):
         logits, states = engine.prefill(PROMPT)
         engine.forward(torch.tensor([3, 9]))
         engine.keep([])  # both rejected
         after, new_states = engine.forward(more)
         engine.keep([0, 1])
         assert engine.length == len(PROMPT) + 2
+    if fixed:
+        assert sorted(engine._pass.graphs) == [2, 4]  # 2 tokens, and 3 filled up
     ids = torch.tensor([[*PROMPT, *more.tolist()]])
     with torch.no_grad(), target.capture(boundaries) as own:
         expected = target.model(ids).logits[0]

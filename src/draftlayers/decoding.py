@@ -202,9 +202,13 @@ def decode(
     if limit < 1:
         out.seconds = clock.seconds()
         return out
-    boundaries = drafter.boundaries if drafter else ()
-    drafting = drafter.session(len(prompt) + limit) if drafter else nullcontext()
-    with engine.session(len(prompt) + limit, boundaries), drafting:
+    capacity = len(prompt) + limit
+    if drafter:
+        passes = engine.session(capacity, drafter.boundaries, new=1 + drafter.size)
+        drafting = drafter.session(capacity)
+    else:
+        passes, drafting = engine.session(capacity), nullcontext()
+    with passes, drafting:
         logits, states = engine.prefill(prompt)
         token = choose(logits, sampling, chance)
         out.tokens.append(token)
@@ -390,6 +394,8 @@ class Drafter(Protocol):
 
     boundaries: tuple[int, ...]
     """Boundaries of the target it wants to see, ascending."""
+    size: int
+    """Tokens it guesses at most in one draft."""
 
     def session(self, capacity: int) -> AbstractContextManager[None]:
         """Start an empty sequence of at most `capacity` tokens."""
@@ -413,7 +419,7 @@ class HeadDrafter:
     top_k
         Children of a node, and nodes expanded at each level; 1 drafts a chain.
     total
-        Guesses kept in a tree, those of highest probability; default all of a chain.
+        Guesses kept in a tree, those of highest probability; default `depth` times `top_k`.
     confidence
         A chain ends early when the head gives its guesses so far a joint probability below this:
         a further guess costs time and would hardly be reached. 0 always drafts the full depth.
@@ -446,7 +452,7 @@ class HeadDrafter:
                 f"confidence of {confidence}: expected 0 or more and below 1, in a chain (top-k 1)"
             )
         self.head, self.depth, self.top_k, self.confidence = head, depth, top_k, confidence
-        self.total = total or (depth if top_k == 1 else depth * top_k)
+        self.size = depth if top_k == 1 else total or depth * top_k
         self.boundaries = head.config.layers
         weight = head.fc.weight
         can_pack = packed and weight.device.type == "cpu" and weight.dtype == torch.float32
@@ -535,7 +541,7 @@ class HeadDrafter:
             hidden, sees = outputs[:, best // k], sees[best // k]
         # A child is never likelier than its parent; among equals the stable sort keeps the parent
         # first. So the best guesses form a tree.
-        kept = scores.sort(descending=True, stable=True).indices[: self.total].sort().values
+        kept = scores.sort(descending=True, stable=True).indices[: self.size].sort().values
         place = {node: i for i, node in enumerate(kept.tolist())} | {ROOT: ROOT}
         return Draft(tokens[kept].tolist(), [place[p] for p in parents[kept].tolist()])
 

@@ -32,9 +32,10 @@ from draftlayers.spec import UserError
 from draftlayers.targets import Target
 
 PREFILL = 256  # prompt tokens of one pass, which bounds the memory of its attention mask
-SPARE = 64  # cache places beyond the sequence, for drafted tokens
 
-Linear = Callable[[Tensor], Tensor]
+# Rotary embeddings that depend on the position alone. "dynamic" and "longrope" also turn by the
+# length of the sequence, which one table cannot.
+FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
 class Engine:
@@ -86,13 +87,23 @@ class Engine:
         return self.kv.length
 
     @contextmanager
-    def session(self, capacity: int, boundaries: Sequence[int] = ()) -> Iterator[None]:
-        """Start an empty sequence of at most `capacity` tokens; passes give states at `boundaries`.
+    def session(
+        self, capacity: int, boundaries: Sequence[int] = (), new: int = 1
+    ) -> Iterator[None]:
+        """Start an empty sequence; the model is only changed inside the ``with`` block.
 
-        The model is only changed inside the ``with`` block.
+        Parameters
+        ----------
+        capacity
+            Accepted tokens it will have at most.
+        boundaries
+            Where passes give the residual stream.
+        new
+            Tokens of a pass at most, once the prompt is read.
         """
-        self.kv.start(capacity + SPARE)
-        with torch.no_grad(), self._pass.session(capacity + SPARE, boundaries):
+        capacity += 2 * new  # passes of fixed size are filled up to the next power of two
+        self.kv.start(capacity)
+        with torch.no_grad(), self._pass.session(capacity, boundaries):
             yield
 
     def prefill(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -160,7 +171,7 @@ class Engine:
         branches = ids[[6, 7, 8]], ids[[6, 9]]  # token 6 with two children, one of them longer
         tree, depths = ids[[6, 7, 9, 8]], torch.tensor([0, 1, 1, 2], device=self.device)
         sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
-        with self.session(len(prefix) + 4):
+        with self.session(len(prefix), new=4):
             self.prefill(prefix.tolist())
             found = self.forward(tree, depths, sees.to(self.device))[0]
         with torch.no_grad():
@@ -254,9 +265,10 @@ class HuggingFacePass:
         self.boundaries: tuple[int, ...] = ()
         self.states: dict[int, Tensor] = {}
         self.graphs: dict[int, GraphedPass] = {}
-        # A graph lives on one device; a model spread over several is run operation by operation.
+        # A graph lives on one device and never looks at a value to decide what to do.
         devices = {p.device for p in target.model.parameters()}
-        self.graphed = len(devices) == 1 and target.device.type == "cuda"
+        self.graphed = target.device.type == "cuda" and len(devices) == 1
+        self.graphed &= _rope_types(target.config) <= FIXED_ROPE
         self.capacity = 0
         if self.graphed:
             self.way += ", CUDA graphs"
@@ -366,8 +378,8 @@ class LlamaPass:
         self.head_dim = getattr(config, "head_dim", None) or (
             target.d_model // config.num_attention_heads
         )
-        unembedding = target.output_matrix
-        self.unembed = PackedLinear([unembedding], rows := fastest_rows(unembedding.weight))
+        rows = fastest_rows(target.output_matrix.weight)
+        self.unembed = PackedLinear([target.output_matrix], rows)
         self.layers = [
             (
                 layer,
@@ -395,11 +407,8 @@ class LlamaPass:
                 return False
             if set(mlp) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
                 return False
-        rope = (getattr(target.config, "rope_parameters", None) or {}).get("rope_type", "")
-        # "dynamic" and "longrope" turn by the length of the sequence, which one table cannot.
-        return rope in ("default", "linear", "llama3", "yarn") and not any(
-            _windows(target.config).values()
-        )
+        rope = _rope_types(target.config)
+        return bool(rope) and rope <= FIXED_ROPE and not any(_windows(target.config).values())
 
     @contextmanager
     def session(self, capacity: int, boundaries: Sequence[int]) -> Iterator[None]:
@@ -551,6 +560,13 @@ def _windows(config: Any) -> dict[str, int | None]:
             "earlier tokens and rejected ones cannot be taken back"
         )
     return {kind: known[kind] for kind in dict.fromkeys(kinds)}
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Kinds of rotary embedding, of which some architectures have one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    return {kind.get("rope_type", "default") for kind in kinds}
 
 
 def _rms_norm(x: Tensor, norm: nn.Module) -> Tensor:

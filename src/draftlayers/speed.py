@@ -345,7 +345,7 @@ def measure_passes(
     tokens = torch.tensor([prompt[i % len(prompt)] for i in range(max(sizes))])
     tokens = tokens.to(engine.device)
     seconds: dict[int, list[float]] = {n: [] for n in sizes}
-    with engine.session(len(prompt) + max(sizes)):
+    with engine.session(len(prompt), new=max(sizes)):
         engine.prefill(prompt)
         for repeat in range(repeats + 1):
             for n, times in seconds.items():
