@@ -3,17 +3,30 @@
 #
 #     snakemake --directory runs/<model>/<profile> --config spec=runs/<model>/<profile>/spec.json
 #
-# What has to run again is decided by each chapter's stamp (draftlayers.chapters), not by dates.
+# What has to run again is decided by stamps (draftlayers.chapters), not by dates. The heads of
+# chapter 06 are jobs of their own, known once chapter 05 has chosen the layers.
 
 import json
 import sys
 from pathlib import Path
 
-from draftlayers.chapters import chapter_stamp
+from draftlayers.chapters import chapter_stamp, planned_heads
 from draftlayers.spec import CHAPTERS, Run, RunSpec
 
 SPEC = Path(config["spec"]).resolve()
 RUN = Run(RunSpec.model_validate(json.loads(SPEC.read_text())), root=SPEC.parents[2])
+SELECTION, DRAFT_HEAD = "05-selection", "06-draft-head"
+
+
+def before(chapter):
+    """What a chapter waits for: the chapter before it, and chapter 06 for its heads as well."""
+    number = CHAPTERS.index(chapter)
+    return [f"executed/{CHAPTERS[number - 1]}.stamp"] if number else []
+
+
+def heads(wildcards):
+    checkpoints.selection.get()
+    return [f"heads/{name}.stamp" for name in planned_heads(RUN)]
 
 
 rule all:
@@ -21,13 +34,15 @@ rule all:
         f"executed/{CHAPTERS[-1]}.stamp",
 
 
-for number, chapter in enumerate(CHAPTERS):
+for chapter in CHAPTERS:
+    if chapter in (SELECTION, DRAFT_HEAD):
+        continue
 
     rule:
         name:
-            chapter.replace("-", "_")
+            f"chapter_{chapter[:2]}"
         input:
-            [f"executed/{CHAPTERS[number - 1]}.stamp"] if number else [],
+            before(chapter),
         output:
             f"executed/{chapter}.stamp",
         params:
@@ -36,3 +51,40 @@ for number, chapter in enumerate(CHAPTERS):
         threads: workflow.cores
         shell:
             "{sys.executable} -m draftlayers.chapters {params.chapter} {SPEC}"
+
+
+checkpoint selection:
+    input:
+        before(SELECTION),
+    output:
+        f"executed/{SELECTION}.stamp",
+    params:
+        stamp=chapter_stamp(RUN, SELECTION),
+    threads: workflow.cores
+    shell:
+        f"{sys.executable} -m draftlayers.chapters {SELECTION} {SPEC}"
+
+
+rule head:
+    input:
+        f"executed/{SELECTION}.stamp",
+    output:
+        touch("heads/{head}.stamp"),
+    params:
+        stamp=chapter_stamp(RUN, DRAFT_HEAD),
+    threads: workflow.cores
+    shell:
+        "{sys.executable} -m draftlayers.chapters {wildcards.head} {SPEC}"
+
+
+rule draft_head:
+    input:
+        before(DRAFT_HEAD),
+        heads,
+    output:
+        f"executed/{DRAFT_HEAD}.stamp",
+    params:
+        stamp=chapter_stamp(RUN, DRAFT_HEAD),
+    threads: workflow.cores
+    shell:
+        f"{sys.executable} -m draftlayers.chapters {DRAFT_HEAD} {SPEC}"

@@ -369,21 +369,49 @@ def select_layers(run: Run, say: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
+def train_planned_head(run: Run, layers: list[int], seed: int, say: Callable[[str], None]) -> None:
+    """Train one head of chapter 06 by itself, so that a cluster can train several at once."""
+    from draftlayers.corpus import load_corpus
+    from draftlayers.targets import load_target
+    from draftlayers.training import TrainingSettings, head_folder, prepare, train_head
+
+    spec = run.spec
+    target = load_target(spec.model, trust_remote_code=spec.trust_remote_code, say=say)
+    data = prepare(run, target, load_corpus(target, run, say), say)
+    settings = TrainingSettings.from_spec(spec)
+    train_head(data, layers, target, settings, seed, head_folder(run, layers, seed), say)
+
+
+def planned_heads(run: Run) -> list[str]:
+    """Names ``<layers>-s<seed>`` of the heads that chapter 06 will ask for."""
+    from draftlayers.training import head_folder, planned_sets
+
+    seeds = range(run.spec.seed, run.spec.seed + run.spec.seeds)
+    return [head_folder(run, ls, s).name for ls in planned_sets(run).values() for s in seeds]
+
+
 def _main(
-    chapter: Annotated[str, typer.Argument(help="Chapter to execute.")],
+    what: Annotated[str, typer.Argument(help="A chapter, or a head such as 2-15-27-s0.")],
     spec: Annotated[Path, typer.Argument(help="The run's spec.json.")],
 ) -> None:
-    """Execute one chapter of a run (called by Snakemake)."""
+    """Execute one chapter of a run, or train one head (called by Snakemake)."""
     values = json.loads(spec.read_text())
     run = Run(RunSpec.model_validate(values), root=spec.parents[2])
-    number, started = CHAPTERS.index(chapter) + 1, time.monotonic()
-    print(f"[{number}/{len(CHAPTERS)}] {chapter}", flush=True)
+    started = time.monotonic()
+    if what in CHAPTERS:
+        print(f"[{CHAPTERS.index(what) + 1}/{len(CHAPTERS)}] {what}", flush=True)
+    else:
+        print(f"      draft head {what}", flush=True)
 
     def say(text: str) -> None:
         print(f"      {time.monotonic() - started:5.0f} s  {text}", flush=True)
 
     try:
-        execute(run, chapter, say)
+        if what in CHAPTERS:
+            execute(run, what, say)
+        else:
+            layers, seed = what.rsplit("-s", 1)
+            train_planned_head(run, [int(b) for b in layers.split("-")], int(seed), say)
     except UserError as err:
         print(err, file=sys.stderr)
         raise SystemExit(1) from None

@@ -40,14 +40,17 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftlayers.head import DraftHead, HeadConfig, start_at_random, start_from_target
-from draftlayers.spec import RunSpec, UserError, fingerprint, write_atomically
+from draftlayers.spec import Run, RunSpec, UserError, fingerprint, write_atomically
+from draftlayers.states import collect
 
 if TYPE_CHECKING:
+    from draftlayers.corpus import Corpus
     from draftlayers.states import StateStore
     from draftlayers.targets import Target
 
 STEP_WEIGHT = 0.8  # weight of step i is this to the power i, as in EAGLE-3's code
 CHECKPOINT_SECONDS = 60.0
+TOP = 64  # most probable next tokens that are kept of each of the target's distributions
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,35 @@ class TrainingData:
             store.top_ids[answers], store.top_logprobs[answers], draft_vocab
         )
         return cls(store, train, held_out, vocabulary)
+
+
+def planned_sets(run: Run) -> dict[str, tuple[int, ...]]:
+    """The layer sets that chapter 06 compares, by name: the default rule's and the chosen one."""
+    selection = run.results("05-selection")
+    sets = {"default": tuple(selection["layers"]["default"])}
+    chosen = tuple(selection["chosen"]["layers"])
+    return sets if chosen in sets.values() else {**sets, "chosen": chosen}
+
+
+def head_folder(run: Run, layers: Sequence[int], seed: int) -> Path:
+    """Where a run keeps the head of a layer set and seed."""
+    return run.path("heads", f"{'-'.join(map(str, layers))}-s{seed}")
+
+
+def prepare(
+    run: Run, target: Target, corpus: Corpus, say: Callable[[str], None] = lambda text: None
+) -> TrainingData:
+    """Collect what all heads of a run learn from, once for all planned layer sets."""
+    store = collect(
+        target,
+        [*corpus.train, *corpus.validation],
+        sorted({b for layers in planned_sets(run).values() for b in layers}),
+        run.folder / "states",
+        predict="answer",
+        top=TOP,
+        say=say,
+    )
+    return TrainingData.split(store, len(corpus.validation), run.spec.draft_vocab)
 
 
 def truncation_error(logits: Tensor, vocabulary: Tensor, m: int) -> dict[str, float]:
