@@ -82,7 +82,7 @@ def test_results_agree_with_each_other(smoke):
     heads = results["06-draft-head"]["heads"]
     assert {tuple(head["layers"]) for head in heads.values()} >= {(2, 4, 5), tuple(chosen)}
     speed = results["07-speedup"]
-    assert speed["identical"] is True
+    assert speed["identical"] == 1
     for method in speed["methods"].values():
         assert 1 <= method["tau"] <= run.spec.depth + 1
 
