@@ -36,10 +36,10 @@ FLOP_LIMIT = 1e12
 MEMORY_LIMIT = 2e9
 _BASIS_ROWS = 512
 _SUMS_BYTES = 256e6
-_CHUNK_BYTES = 80e6
-_REPLICATES = 16
+_CHUNK_BYTES = 40e6
+_REPLICATES = 8
 _BLOCK_FLOPS = 5e10
-_FLUSH_ROWS = 4096
+_FLUSH_ROWS = 2048
 _ADDITIVE = (
     "cross", "sum", "by_norm", "norm_products", "norms", "full_norms", "full_norm_products",
     "full_sum", "count", "rest", "rest_pairs",
@@ -107,7 +107,7 @@ class Plan:
 
 
 def _chunk_rows(layers: int, d: int, block: int) -> int:
-    """Rows read at a time: whole blocks, about 80 MB, at least one block."""
+    """Rows read at a time: whole blocks, about 40 MB, at least one block."""
     return max(1, min(1024, int(_CHUNK_BYTES / (4 * layers * d))) // block) * block
 
 
@@ -530,7 +530,8 @@ class CKASums:
         products = torch.einsum("bc,cij->bij", w.square(), self.norm_products[:cells])
         cubes = torch.einsum("bc,cij->bij", w.pow(3), self.norm_products[:cells])
         frobenius, quadratic = [], []
-        flat = self.cross[:cells].view(level + 1, self.parts, -1).sum(0)
+        flat = self.cross[:cells].view(level + 1, self.parts, -1)
+        flat = flat.sum(0) if level else flat[0]
         few = zip(weights.split(_REPLICATES), sums.split(_REPLICATES), strict=True)
         for some, s in few:  # the large sums, a few replicates at a time
             c = (some.to(flat) @ flat).view(-1, layers, r, layers, r)
