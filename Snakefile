@@ -10,16 +10,15 @@ import json
 import sys
 from pathlib import Path
 
-from draftlayers.chapters import chapter_stamp, planned_heads
+from draftlayers.chapters import DRAFT_HEAD, chapter_stamp, planned_heads
 from draftlayers.spec import CHAPTERS, Run, RunSpec
 
 SPEC = Path(config["spec"]).resolve()
 RUN = Run(RunSpec.model_validate(json.loads(SPEC.read_text())), root=SPEC.parents[2])
-SELECTION, DRAFT_HEAD = "05-selection", "06-draft-head"
+SELECTION = "05-selection"
 
 
 def before(chapter):
-    """What a chapter waits for: the chapter before it, and chapter 06 for its heads as well."""
     number = CHAPTERS.index(chapter)
     return [f"executed/{CHAPTERS[number - 1]}.stamp"] if number else []
 
@@ -69,7 +68,7 @@ rule head:
     input:
         f"executed/{SELECTION}.stamp",
     output:
-        touch("heads/{head}.stamp"),
+        "heads/{head}.stamp",
     params:
         stamp=chapter_stamp(RUN, DRAFT_HEAD),
     threads: workflow.cores

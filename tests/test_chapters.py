@@ -129,6 +129,26 @@ def test_a_parameter_reruns_its_chapter_and_the_later_ones_only(smoke):
     assert different == list(CHAPTERS[2:])
 
 
+def test_work_of_another_day_is_forgotten(smoke, tmp_path):
+    """Marks decide, not dates or a record of the engine: a mark that does not fit is removed."""
+    run, _ = smoke
+    shutil.copytree(run.folder / "executed", tmp_path / "tiny" / "smoke" / "executed")
+    shutil.copytree(
+        run.folder / "heads",
+        tmp_path / "tiny" / "smoke" / "heads",
+        ignore=lambda folder, names: [n for n in names if not n.endswith(".stamp")],
+    )
+    same = Run(run.spec, tmp_path)
+    chapters.forget_stale(same)
+    assert len(list(same.folder.glob("executed/*.stamp"))) == len(CHAPTERS)
+    heads = len(list(same.folder.glob("heads/*.stamp")))
+    assert heads == 2
+    changed = Run(RunSpec.make("tiny", "smoke", learning_rate=1e-4), tmp_path)
+    chapters.forget_stale(changed)
+    left = sorted(path.stem for path in same.folder.glob("executed/*.stamp"))
+    assert left == list(CHAPTERS[:5]) and not list(same.folder.glob("heads/*.stamp"))
+
+
 def test_every_parameter_belongs_to_a_chapter():
     fields = [name for names in chapters._FIRST_USE.values() for name in names.split()]
     assert sorted(fields) == sorted(set(RunSpec.model_fields) - {"profile"})

@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 import nbformat
 import typer
+from filelock import FileLock, Timeout
 
 from draftlayers.figures import use_style
 from draftlayers.spec import (
@@ -43,6 +44,7 @@ from draftlayers.spec import (
 )
 
 NOTEBOOKS = PROJECT / "notebooks"
+DRAFT_HEAD = "06-draft-head"
 SOURCE = Path(__file__).parent
 # Modules that move data about and decide no number.
 _PLUMBING = {"chapters", "cli", "booksite"}
@@ -245,6 +247,17 @@ def _imported(tree: ast.Module) -> set[str]:
     return found
 
 
+def forget_stale(run: Run) -> None:
+    """Remove the marks of finished work that the code and parameters of today would not make."""
+    for chapter in CHAPTERS:
+        mark = run.path("executed", f"{chapter}.stamp")
+        if mark.exists() and mark.read_text() != chapter_stamp(run, chapter):
+            mark.unlink()
+    for mark in run.folder.glob("heads/*.stamp"):
+        if mark.read_text() != chapter_stamp(run, DRAFT_HEAD):
+            mark.unlink()
+
+
 def run_chapters(run: Run, upto: str = CHAPTERS[-1], cores: int | None = None) -> None:
     """Execute, through Snakemake, every chapter of a run that is not up to date.
 
@@ -260,18 +273,19 @@ def run_chapters(run: Run, upto: str = CHAPTERS[-1], cores: int | None = None) -
         "--cores", str(cores or os.cpu_count() or 1),
         "--rerun-triggers", "params",
         "--rerun-incomplete",
+        "--nolock",  # the lock below ends with its process, Snakemake's outlives a killed one
         "--quiet", "progress", "rules", "host", "reason",
         "--config", f"spec={run.folder / 'spec.json'}",
         "--", f"executed/{upto}.stamp",
     ]  # fmt: skip
     environment = {**os.environ, "DRAFTLAYERS_RUNS": str(run.folder.parents[1])}
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        with FileLock(run.folder / ".lock", timeout=0):
+            forget_stale(run)
+            done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    except Timeout:
+        raise UserError(f"another process is working in {run.folder}; wait for it") from None
     if done.returncode:
-        if "LockException" in done.stderr or "cannot be locked" in done.stderr:
-            raise UserError(
-                f"another process is working in {run.folder}, or one was killed there; when none "
-                f"is, remove {run.folder / '.snakemake' / 'locks'} and try again"
-            )
         raise UserError(
             "the run stopped; what is finished is kept, and the same command goes on from there\n"
             + done.stderr.strip()
@@ -379,7 +393,10 @@ def train_planned_head(run: Run, layers: list[int], seed: int, say: Callable[[st
     target = load_target(spec.model, trust_remote_code=spec.trust_remote_code, say=say)
     data = prepare(run, target, load_corpus(target, run, say), say)
     settings = TrainingSettings.from_spec(spec)
-    train_head(data, layers, target, settings, seed, head_folder(run, layers, seed), say)
+    folder = head_folder(run, layers, seed)
+    train_head(data, layers, target, settings, seed, folder, say)
+    mark = folder.with_name(f"{folder.name}.stamp")
+    write_atomically(mark, chapter_stamp(run, DRAFT_HEAD).encode())
 
 
 def planned_heads(run: Run) -> list[str]:

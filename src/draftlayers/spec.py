@@ -168,8 +168,8 @@ PROFILES: dict[str, dict[str, Any]] = {
         "speed_repeats": 1,
     },
     "quick": {
-        "train_conversations": 320,
-        "validation_conversations": 28,
+        "train_conversations": 240,
+        "validation_conversations": 21,
         "generated_conversations": 96,
         "heldout_prompts": 21,
         "max_prompt_tokens": 320,
