@@ -298,8 +298,23 @@ class Definition:
         return self.sets(measured, sets) / self.largest(measured, sets.shape[1])
 
     def aggregate_function(self, measured: Measured) -> Callable[[Sets], NDArray[Any]]:
-        """The shares of sets as a function that ``selection`` can call."""
-        return lambda sets: self.set_shares(measured, sets).numpy()
+        """The shares of sets as a function that ``selection`` can call.
+
+        Searching, ranking and drawing ask for the same thousands of sets; where each set costs a
+        spectrum, what was computed once is remembered.
+        """
+        known: dict[bytes, NDArray[Any]] = {}
+
+        def aggregate(sets: Sets) -> NDArray[Any]:
+            if self.additive:
+                return self.set_shares(measured, sets).numpy()
+            wanted = np.ascontiguousarray(sets, dtype=np.int16)
+            key = bytes([wanted.shape[1]]) + wanted.tobytes()
+            if key not in known:
+                known[key] = self.set_shares(measured, sets).numpy()
+            return known[key]
+
+        return aggregate
 
 
 def _row_mean(values: Tensor, measured: Measured) -> Tensor:
