@@ -177,6 +177,16 @@ def test_shares_lie_between_zero_and_one(name):
     assert definition.aggregate_function(m)(ALL_SETS).shape == (len(ALL_SETS),)
 
 
+@pytest.mark.parametrize("name", list(entropy.DEFINITIONS))
+def test_remembered_aggregates_are_those_of_the_sets_asked_for(name):
+    """Pairs and triples asked for in turn, some again and in another order."""
+    definition, m = entropy.DEFINITIONS[name], measured(states())
+    aggregate = definition.aggregate_function(m)
+    pairs, triples = ALL_SETS[:6, :2], ALL_SETS[:4]
+    for sets in (pairs, triples, pairs.astype(np.int64), triples[::-1], triples):
+        np.testing.assert_allclose(aggregate(sets), definition.set_shares(m, sets).numpy())
+
+
 @pytest.mark.parametrize("name", ["logit_lens", "softmax", "renyi2"])
 def test_replicates_with_equal_weights_are_the_estimate(name):
     m, definition = measured(states()), entropy.DEFINITIONS[name]
