@@ -186,10 +186,15 @@ def test_prose_and_comments_change_no_stamp_but_code_does(sources, run):
 
     module.write_text(module.read_text() + "\nANOTHER = 1\n")
     assert chapter_stamp(run, chapter) != before
-    assert chapter_stamp(run, "01-hidden-states") == chapter_stamp(run, "01-hidden-states")
 
     before = chapter_stamp(run, chapter)
-    edit(notebook, lambda nb: nb["cells"].append({"cell_type": "code", "source": ["1 + 1"]}))
+    new = {"cell_type": "code", "id": "new", "source": ["1 + 1"]}
+    edit(notebook, lambda nb: nb["cells"].append(new))
+    assert chapter_stamp(run, chapter) != before
+
+    # The book finds outputs by cell id, so a renamed cell has to be executed again.
+    before = chapter_stamp(run, chapter)
+    edit(notebook, lambda nb: nb["cells"][-1].update(id="renamed"))
     assert chapter_stamp(run, chapter) != before
 
 

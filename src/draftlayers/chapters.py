@@ -208,10 +208,13 @@ def chapter_stamp(run: Run, chapter: str) -> str:
 
 
 def notebook_code(path: Path) -> str:
-    """The code cells of a notebook, one after the other."""
+    """The code cells of a notebook, one after the other, each under its id.
+
+    The ids belong to it because the book finds a cell's output by its id.
+    """
     notebook = json.loads(path.read_text(encoding="utf-8"))
     cells = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
-    return "\n".join("".join(cell["source"]) for cell in cells)
+    return "\n".join(f"# {cell['id']}\n{''.join(cell['source'])}" for cell in cells)
 
 
 def modules_stamp(code: str) -> str:
