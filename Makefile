@@ -17,7 +17,7 @@ book: $(VENV)/.book ## Run every chapter on the real model and build the book (M
 
 test: $(VENV)/.test ## Run all tests: units, all notebooks on a tiny model, one book build.
 	$(BIN)/ruff check .
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean: ## Remove runs and the environment (converted weights in ~/.cache/draftlayers stay).
 	rm -rf $(VENV) runs
