@@ -53,13 +53,16 @@ def duplicates(conversations: Sequence[Conversation]) -> list[Tensor]:
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:
-    """Entropy ``[...]`` in nats of the distributions that logits ``[..., V]`` stand for.
+    """Entropy ``[...]`` in nats of the distributions that logits ``[..., V]`` stand for."""
+    return _entropy(torch.log_softmax(logits.float(), -1))
 
-    H = log Z - sum p log-weights, computed in float32 from shifted logits, so that minus
-    infinity (a forbidden token) contributes nothing instead of NaN.
+
+def _entropy(log_p: Tensor) -> Tensor:
+    """Entropy ``[...]`` in nats from log probabilities ``[..., V]`` in float32.
+
+    A forbidden token has minus infinity; clamping it makes its share 0 times a number, not NaN.
     """
-    log_p = torch.log_softmax(logits.float(), -1)
-    return torch.special.entr(log_p.exp()).sum(-1)
+    return -(log_p.exp() * log_p.clamp_min(-1e4)).sum(-1)
 
 
 def collect(
@@ -223,7 +226,7 @@ def _predict(
         final, where = final[wanted.to(final.device)], where[wanted]
     for part, place in zip(final.split(LENS_ROWS), where.split(LENS_ROWS), strict=True):
         log_p = torch.log_softmax(target.unembed(part), -1)
-        rows["predictive_entropy"][place] = torch.special.entr(log_p.exp()).sum(-1).cpu()
+        rows["predictive_entropy"][place] = _entropy(log_p).cpu()
         if top:
             best = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
             rows["top_ids"][place, : best.indices.shape[1]] = best.indices.int().cpu()
