@@ -46,9 +46,9 @@ class Data:
 
     A residual stream in miniature: a decaying spectrum, each layer adds a rotated nonlinear
     function of the stream and some noise, so that neighbours are alike, distant layers are not,
-    and norms grow. CKA spans about the range of
-    real states without sinks; the strongest directions hold more of it here than there, which makes
-    these data somewhat easier for a method that treats those directions exactly.
+    and norms grow. CKA spans about the range of real states without sinks; the strongest
+    directions hold more of it here than there, which makes these data somewhat easier for a method
+    that treats those directions exactly.
     """
 
     def __init__(self, folder: Path, layers: int, rows: int, width: int):
