@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from draftlayers.targets import Target
 
 FORMAT = "draftlayers-head-1"
+SELF_SCORE = 10.0  # attention logit of a position with itself, in heads that fit_start sets
 
 
 @dataclass(frozen=True)
@@ -330,10 +331,14 @@ class DraftHead(nn.Module):
 
     def fuse(self, states: Tensor) -> Tensor:
         """First hidden state [..., d] from the input layers' states [..., K*d], in layer order."""
-        if self.fc_norm is not None:
-            parts = states.chunk(self.config.k, dim=-1)
-            states = torch.cat([n(s) for n, s in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(states)
+        return self.fc(self.normed(states))
+
+    def normed(self, states: Tensor) -> Tensor:
+        """States [..., K*d] as ``fc`` takes them: each layer normed if there is an ``fc_norm``."""
+        if self.fc_norm is None:
+            return states
+        parts = states.chunk(self.config.k, dim=-1)
+        return torch.cat([n(s) for n, s in zip(self.fc_norm, parts, strict=True)], dim=-1)
 
     def forward(
         self,
@@ -526,9 +531,9 @@ def start_from_target(head: DraftHead, target: Target, seed: int) -> list[str]:
 
     ``fc`` passes the deepest input layer through, ``midlayer`` is the target's last layer with
     its attention reading the hidden half, and ``norm`` and ``lm_head`` are the target's final
-    norm and the draft tokens' rows of its output matrix. Every layer set gets the same start.
-    What a target does not have in Llama's form (GPT-2's MLP, queries that Qwen 3 norms) keeps
-    its random start.
+    norm and the draft tokens' rows of its output matrix. Training goes on from here with
+    `fit_start`. What a target does not have in Llama's form (GPT-2's MLP, queries that Qwen 3
+    norms) keeps its random start.
 
     Returns
     -------
@@ -568,6 +573,91 @@ def start_from_target(head: DraftHead, target: Target, seed: int) -> list[str]:
             part.copy_(source)
             taken.append(name)
     return taken
+
+
+@torch.no_grad()
+def fit_start(
+    head: DraftHead,
+    states: Tensor,
+    tokens: Tensor,
+    final: Tensor,
+    seed: int,
+    ridge: float = 0.03,
+    block: int = 8192,
+) -> None:
+    """Let the head begin as the best linear guess of the target's next final state.
+
+    Ridge regression of the final state one position on, from what the head reads in its first
+    step: y ≈ A·states + B·norm(embedding). ``fc`` becomes A. B goes through attention: half of
+    the key-value heads (rounded up) get queries and keys that are one random projection of the
+    embedding, so that a position matches itself best, and values and outputs that are the best
+    approximation of B of their rank. All other weights stay as they are.
+
+    Parameters
+    ----------
+    head
+        Started by `start_from_target`.
+    states
+        Input layers' states at positions p, ``[n, K*d]``.
+    tokens
+        Tokens at p + 1, int ``[n]``.
+    final
+        The target's states at p + 1 at boundary N, ``[n, d]``.
+    seed
+        Of the random projection.
+    ridge
+        Weight of the penalty, as a share of the features' mean square.
+    block
+        Rows multiplied at once.
+    """
+    c, device = head.config, head.fc.weight.device
+    d, width = c.d_model, (c.k + 1) * c.d_model
+    gram = torch.zeros(width, width, dtype=torch.float64, device=device)
+    cross = torch.zeros(width, d, dtype=torch.float64, device=device)
+    parts = (x.split(block) for x in (states, tokens, final))
+    for x, token, y in zip(*parts, strict=True):
+        embedded = F.embedding(token.to(device), head.embedding).float()
+        embedded = F.rms_norm(embedded, (d,), eps=c.rms_norm_eps)
+        features = torch.cat((head.normed(x.to(device).float()), embedded), -1)
+        gram += (features.T @ features).double()
+        cross += (features.T @ y.to(device).float()).double()
+    gram, cross = gram / len(states), cross / len(states)
+    # Boundaries differ in norm by orders of magnitude; the penalty should not see that.
+    scale = gram.diagonal().sqrt().clamp(min=1e-9)
+    penalty = ridge * torch.eye(width, dtype=torch.float64, device=device)
+    fitted = torch.linalg.solve(gram / scale[:, None] / scale + penalty, cross / scale[:, None])
+    fitted = fitted / scale[:, None]
+    a, b = fitted[:-d], fitted[-d:]
+
+    hd, group = c.head_dim, c.n_heads // c.n_kv_heads
+    kv_heads = (c.n_kv_heads + 1) // 2
+    rank = min(kv_heads * hd, d)
+    # The main directions of B's output on these embeddings: the best approximation of its rank.
+    directions = torch.linalg.eigh(b.T @ gram[-d:, -d:] @ b).eigenvectors.flip(1)[:, :rank]
+    inner = b @ directions
+    balance = inner.norm(dim=0).clamp(min=1e-12).sqrt()  # share the scale between v and o
+    inner, outer = (inner / balance).T.float(), (directions * balance).float()
+
+    attention = head.midlayer.self_attn
+    head.fc.weight.copy_(a.T)
+    head.midlayer.input_layernorm.weight.fill_(1.0)
+    generator = torch.Generator().manual_seed(seed)
+    for kv in range(kv_heads):
+        own, queries = slice(kv * hd, (kv + 1) * hd), slice(kv * group * hd, (kv + 1) * group * hd)
+        random = torch.randn(max(d, hd), hd, generator=generator)
+        projection = torch.linalg.qr(random).Q[:d].T.to(device)
+        # A position's score with itself is about SELF_SCORE: most of the attention, not all of it,
+        # so that the head can still learn to look elsewhere.
+        projection *= (SELF_SCORE / hd**0.5) ** 0.5
+        for weight, rows, value in (
+            (attention.q_proj.weight, queries, projection.repeat(group, 1)),
+            (attention.k_proj.weight, own, projection),
+            (attention.v_proj.weight, own, F.pad(inner[own], (0, 0, 0, hd - len(inner[own])))),
+        ):
+            weight[rows] = 0
+            weight[rows, :d] = value
+        share = F.pad(outer[:, own], (0, hd - outer[:, own].shape[1])) / group
+        attention.o_proj.weight[:, queries] = share.repeat(1, group)
 
 
 def weight_of(module: nn.Module | None, name: str) -> Tensor | None:

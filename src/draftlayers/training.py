@@ -39,7 +39,13 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftlayers.head import DraftHead, HeadConfig, start_at_random, start_from_target
+from draftlayers.head import (
+    DraftHead,
+    HeadConfig,
+    fit_start,
+    start_at_random,
+    start_from_target,
+)
 from draftlayers.spec import Run, RunSpec, UserError, fingerprint, write_atomically
 from draftlayers.states import collect
 
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
 
 STEP_WEIGHT = 0.8  # weight of step i is this to the power i, as in EAGLE-3's code
 CHECKPOINT_SECONDS = 60.0
+FIT_ROWS = 50_000  # positions that the linear start is fitted on, at most
 TOP = 64  # most probable next tokens that are kept of each of the target's distributions
 
 
@@ -68,7 +75,8 @@ class TrainingSettings:
     ttt_steps
         Steps of the training-time test.
     start
-        ``"target"`` (the target's last layer) or ``"random"``.
+        ``"target"`` (the target's last layer, then a linear fit to its final states, which the
+        store must hold) or ``"random"``.
     train_lm_head
         Whether the output matrix learns, as in EAGLE-3's code, or stays as it starts.
     fc_norm
@@ -189,7 +197,8 @@ def prepare(
     store = collect(
         target,
         [*corpus.train, *corpus.validation],
-        sorted({b for layers in planned_sets(run).values() for b in layers}),
+        # Boundary N is no input; the start of every head is fitted to it.
+        sorted({target.n_layers, *(b for layers in planned_sets(run).values() for b in layers)}),
         run.folder / "states",
         predict="answer",
         top=TOP,
@@ -331,7 +340,7 @@ class Conversations:
         self.device = device
         self.draft_of = torch.full((vocab_size,), -1, dtype=torch.int64)
         self.draft_of[vocabulary.cpu()] = torch.arange(len(vocabulary))
-        rows = torch.isin(store.meta["sequence"], sequences).nonzero()[:, 0]
+        self.rows = rows = torch.isin(store.meta["sequence"], sequences).nonzero()[:, 0]
         _, lengths = store.meta["sequence"][rows].unique_consecutive(return_counts=True)
         self.first, self.length = (lengths.cumsum(0) - lengths).tolist(), lengths.tolist()
         self.answer, self.token = store.meta["answer"][rows], store.meta["token"][rows].long()
@@ -370,6 +379,28 @@ class Conversations:
             if batch:
                 batches.append(batch)
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+    def first_guesses(self, final: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What step 0 reads, and the state it should guess, at evenly spaced answer positions.
+
+        Parameters
+        ----------
+        final
+            States at boundary N of all rows, ``[n, d]``.
+        limit
+            Positions wanted, at most.
+
+        Returns
+        -------
+        tuple
+            States ``[m, K*d]`` at positions p, tokens ``[m]`` and final states ``[m, d]`` at p + 1.
+        """
+        begins = torch.zeros(len(self.answer), dtype=torch.bool)
+        begins[self.first] = True
+        place = (self.answer[1:] & ~begins[1:]).nonzero()[:, 0]
+        if len(place) > limit:
+            place = place[torch.linspace(0, len(place) - 1, limit).long()]
+        return self.states[place], self.token[place + 1], final[place + 1]
 
     def trained_guesses(self, chosen: Sequence[int], steps: int) -> list[int]:
         """How many guesses of each step count in the loss of these conversations."""
@@ -782,10 +813,6 @@ class Trainer:
         if self.world > 1 and device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         self.head = DraftHead(config, embedding.to(device), data.vocabulary.to(device)).to(device)
-        if settings.start == "target":
-            start_from_target(self.head, target, seed)
-        else:
-            start_at_random(self.head, seed)
         self.head.lm_head.requires_grad_(settings.train_lm_head)
         self.parameters = [p for p in self.head.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -801,6 +828,15 @@ class Trainer:
             )
             for part in (data.train, data.validation)
         )
+        if settings.start == "target":
+            start_from_target(self.head, target, seed)
+            final = data.store.load(config.n_layers, self.data.rows)
+            fit_start(self.head, *self.data.first_guesses(final, FIT_ROWS), seed)
+        else:
+            start_at_random(self.head, seed)
+        if self.world > 1:
+            for p in self.head.parameters():
+                dist.broadcast(p.data, 0)
         self.batches = self.plan(seed)
         self.update, self.tokens, self.seconds = 0, 0, 0.0
         self.history: list[dict[str, Any]] = []
