@@ -177,7 +177,7 @@ PROFILES: dict[str, dict[str, Any]] = {
         "stat_tokens": 8000,
         "lens_tokens": 1024,
         "bootstrap": 200,
-        "head_epochs": 1.5,
+        "head_epochs": 3.0,
         "ttt_steps": 3,
         "batch_tokens": 256,
         "learning_rate": 1e-3,
