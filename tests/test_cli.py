@@ -48,6 +48,11 @@ def test_wrong_requests_are_answered_before_any_work(arguments, words, tmp_path)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_a_model_that_does_not_exist_leaves_no_folder(tmp_path):
+    assert invoke("run", "--model", "smol", "--runs", tmp_path).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_shallow_target_is_refused_with_the_rule_named(tmp_path):
     shallow = tiny_target(n_layers=6)
     shallow.model.save_pretrained(tmp_path / "shallow")

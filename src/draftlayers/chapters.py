@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -229,10 +230,16 @@ def modules_stamp(code: str) -> str:
         path = SOURCE / f"{name}.py"
         if name in digests or name in _PLUMBING or not path.exists():
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        digests[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-        waiting |= _imported(tree)
+        digests[name], imports = _read_module(path, path.stat().st_mtime_ns)
+        waiting |= imports
     return fingerprint(digests)
+
+
+@functools.lru_cache(maxsize=256)
+def _read_module(path: Path, changed: int) -> tuple[str, set[str]]:
+    """Digest of a module's syntax tree, and what it imports; read again when the file changed."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), _imported(tree)
 
 
 def _imported(tree: ast.Module) -> set[str]:
@@ -248,6 +255,15 @@ def _imported(tree: ast.Module) -> set[str]:
         parts = [name.split(".") for name in names]
         found |= {part[1] for part in parts if part[0] == "draftlayers" and len(part) > 1}
     return found
+
+
+def up_to_date(run: Run, upto: str = CHAPTERS[-1]) -> bool:
+    """Whether every chapter up to this one was executed with today's code and parameters."""
+    marks = {
+        chapter: run.path("executed", f"{chapter}.stamp")
+        for chapter in CHAPTERS[: CHAPTERS.index(upto) + 1]
+    }
+    return all(m.exists() and m.read_text() == chapter_stamp(run, c) for c, m in marks.items())
 
 
 def forget_stale(run: Run) -> None:
@@ -269,6 +285,8 @@ def run_chapters(run: Run, upto: str = CHAPTERS[-1], cores: int | None = None) -
     UserError
         When a chapter fails or another process is working on the same run.
     """
+    if up_to_date(run, upto):
+        return
     command = [
         sys.executable, "-m", "snakemake",
         "--snakefile", str(PROJECT / "Snakefile"),

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftlayers.spec import CHAPTERS, PROJECT, Profile, Run, RunSpec, UserError
+from draftlayers.spec import CHAPTERS, PROJECT, Profile, Run, RunSpec, UserError, run_folder
 
 app = typer.Typer(
     help="Choose the layers that an EAGLE-3 draft head reads, and measure the choice.",
@@ -62,10 +62,14 @@ def _explained(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _open(model: str, profile: str, parameters: list[str], runs: Path | None) -> Run:
     """The run that was asked for, with everything checked that can be before work starts."""
+    from draftlayers.chapters import up_to_date
     from draftlayers.selection import check_candidates
-    from draftlayers.targets import check_name, peek
 
     spec = RunSpec.make(model, profile, **RunSpec.parse_overrides(parameters))
+    if run_folder(spec, runs).exists() and up_to_date(run := Run(spec, runs)):
+        return run
+    from draftlayers.targets import check_name, peek  # takes seconds: only when there is work
+
     check_name(model)
     run = Run(spec, runs)
     with say_to.status(f"looking at {model}"):

@@ -286,6 +286,12 @@ def device_name() -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+def run_folder(spec: RunSpec, root: Path | None = None) -> Path:
+    """Where a run lives, whether it exists or not; see ``Run``."""
+    root = root or Path(os.environ.get("DRAFTLAYERS_RUNS", PROJECT / "runs"))
+    return root.resolve() / slug(spec.model) / spec.profile
+
+
 class Run:
     """A spec and its folder ``<root>/<model>/<profile>/``.
 
@@ -305,8 +311,7 @@ class Run:
 
     def __init__(self, spec: RunSpec, root: Path | None = None):
         self.spec = spec
-        root = root or Path(os.environ.get("DRAFTLAYERS_RUNS", PROJECT / "runs"))
-        self.folder = root.resolve() / slug(spec.model) / spec.profile
+        self.folder = run_folder(spec, root)
         self._opened = time.monotonic()
         try:
             text = json.dumps(spec.model_dump(), indent=1) + "\n"
