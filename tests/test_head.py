@@ -168,16 +168,6 @@ def test_tree_mask_equals_separate_chains():
         if i == 1:
             last = head(state, torch.tensor([[5]]), torch.tensor([7]), alone)
             torch.testing.assert_close(last, grandchild)
-    # Keeping the accepted path's entries is the same as having taken only that path.
-    context.keep(torch.tensor([0, 1, 2, 3, 4, 5, 7, 9]))
-    chain = head.new_cache(16)
-    head(head.fuse(states), tokens, torch.arange(6), chain)
-    state = head(root, children[:, 1:2], torch.tensor([6]), chain)
-    head(state, torch.tensor([[5]]), torch.tensor([7]), chain)
-    torch.testing.assert_close(
-        head(grandchild, torch.tensor([[1]]), torch.tensor([8]), context),
-        head(grandchild, torch.tensor([[1]]), torch.tensor([8]), chain),
-    )
 
 
 def test_cache_refuses_what_does_not_fit():

@@ -204,13 +204,6 @@ class HeadCache:
             raise UserError(f"cannot keep {length} of {self.length} cache entries")
         self.length = length
 
-    def keep(self, indices: Tensor) -> None:
-        """Keep the entries at `indices` (int64 [n], absolute), in that order, and no others."""
-        n = len(indices)
-        self.keys[:, :, :n] = self.keys[:, :, indices]
-        self.values[:, :, :n] = self.values[:, :, indices]
-        self.length = n
-
 
 class Attention(nn.Module):
     """Llama attention over inputs of width 2d: [embedding ; hidden]."""
