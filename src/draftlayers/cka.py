@@ -24,10 +24,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:  # only the type: what entropy needs to run is not needed here
+    from draftlayers.entropy import Source
 
 SPLIT_RANK = 32
 BLOCK, LARGEST_BLOCK = 64, 512
@@ -44,17 +47,6 @@ _ADDITIVE = (
     "cross", "sum", "by_norm", "norm_products", "norms", "full_norms", "full_norm_products",
     "full_sum", "count", "rest", "rest_pairs",
 )  # fmt: skip
-
-
-class Source(Protocol):
-    """Anything that yields rows of states; ``StateStore`` and ``ArraySource`` do."""
-
-    boundaries: tuple[int, ...]
-    d: int
-
-    def blocks(
-        self, rows: Tensor, size: int, boundaries: Sequence[int] | None = None
-    ) -> Iterator[Tensor]: ...
 
 
 class ArraySource:

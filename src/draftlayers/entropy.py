@@ -31,7 +31,7 @@ _LENS_ROWS = 128
 
 
 class Source(Protocol):
-    """Anything that yields rows of states, such as a ``StateStore``."""
+    """Anything that yields rows of states; ``StateStore`` and ``cka.ArraySource`` do."""
 
     boundaries: tuple[int, ...]
     d: int
