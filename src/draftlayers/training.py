@@ -484,7 +484,7 @@ def training_time_test(head: DraftHead, batch: Batch, steps: int) -> Iterator[Te
     def embed(tokens: Tensor) -> Tensor:
         return F.embedding(tokens, head.embedding).float()
 
-    fused = head.fuse(batch.states)
+    fused = head.fuse(batch.states).float()  # mixed precision leaves the residual stream exact
     mixed = layer.mix(embed(batch.tokens), fused)
     rotary = head.cos[batch.positions], head.sin[batch.positions]
     keys, values = (
@@ -660,18 +660,17 @@ def validate(
     for chosen in data.plan(batch_tokens, seed=0):
         batch = data.batch(chosen, steps)
         agree = torch.zeros_like(batch.answers)
-        with autocast(head):
-            for i, hidden in enumerate(training_time_test(head, batch, steps)):
-                asked = batch.answers[i].nonzero()[:, 0]
-                label = batch.labels[i, asked]
-                logits = head.logits(hidden[asked])
-                agree[i, asked] = logits.argmax(-1) == batch.favourites[label]
-                keep = batch.trained[i, asked]
-                label = label[keep]
-                loss[i] += soft_cross_entropy(
-                    logits[keep], batch.draft_ids[label], batch.probabilities[label]
-                ).cpu()
-                trained[i] += len(label)
+        for i, hidden in enumerate(training_time_test(head, batch, steps)):
+            asked = batch.answers[i].nonzero()[:, 0]
+            label = batch.labels[i, asked]
+            logits = head.logits(hidden[asked])
+            agree[i, asked] = logits.argmax(-1) == batch.favourites[label]
+            keep = batch.trained[i, asked]
+            label = label[keep]
+            loss[i] += soft_cross_entropy(
+                logits[keep], batch.draft_ids[label], batch.probabilities[label]
+            ).cpu()
+            trained[i] += len(label)
         run = agree.cumprod(0)
         before = torch.cat((torch.ones_like(run[:1]), run[:-1])) * batch.answers
         hits += agree.sum(1).cpu()
@@ -695,9 +694,16 @@ def validate(
 
 
 def autocast(head: DraftHead) -> torch.autocast:
-    """bfloat16 arithmetic on CUDA; on a CPU, where it is slower, float32."""
+    """bfloat16 arithmetic where the device multiplies it natively; elsewhere it is slower."""
     device = head.fc.weight.device.type
-    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda" or multiplies_bfloat16())
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has bfloat16 products (AVX512-BF16 or AMX), twice as fast here."""
+    # Older releases of torch do not tell.
+    tell = getattr(torch.cpu, "get_capabilities", dict)
+    return any(tell().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 @dataclass(frozen=True)
