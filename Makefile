@@ -31,3 +31,9 @@ $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	@echo "installing the project with what '$*' needs (once, a few minutes)"
 	$(PIP) install --quiet --editable '.[$*]'
 	@touch $@
+
+# speculators, whose loss a test compares with ours, asks for older releases of what is used here.
+$(VENV)/.test: $(VENV)/.speculators
+$(VENV)/.speculators: | $(VENV)/bin/python
+	$(PIP) install --quiet --no-deps 'speculators==0.9.0'
+	@touch $@

@@ -2,13 +2,15 @@
 
     python benchmarks/training.py [--json -] [--updates 8] [--rounds 3]
 
-Synthetic conversations in the sizes of the default target (SmolLM2-135M) and its default head
-go through the very update that ``train_head`` makes. ``fraction_of_gemm`` is the arithmetic the
-update cannot do without (matrix products, forward and backward, at the positions that count),
-divided by its time and by the rate of the machine's best large matrix product in float32,
-measured in between. ``vs_speculators`` is the ratio of answer tokens per second to those of
-``speculators``' Eagle3DraftModel with its eager attention, the same batches, sizes, steps and
-optimiser; null where it is not installed (``pip install --no-deps speculators``).
+Synthetic conversations in the sizes of the default target (SmolLM2-135M) and its default head go
+through the very update that ``train_head`` makes. ``fraction_of_gemm`` is the arithmetic the update
+cannot do without (matrix products, forward and backward, at the positions that count), divided by
+its time and by the rate of the machine's best large matrix product in float32, measured in between.
+Where training multiplies in bfloat16 (``precision``), it can exceed one, and
+``fraction_of_bfloat16_gemm`` holds the same against the best product in bfloat16.
+``vs_speculators`` is the ratio of answer tokens per second to those of ``speculators``'
+Eagle3DraftModel with its eager attention, the same batches, sizes, steps and optimiser; null where
+it is not installed (``pip install --no-deps speculators``).
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ import typer
 
 from draftlayers.head import DraftHead, HeadConfig
 from draftlayers.spec import PROFILES, device_name, versions
-from draftlayers.training import Conversations, Trainer, TrainingData, TrainingSettings
+from draftlayers.training import (
+    Conversations,
+    Trainer,
+    TrainingData,
+    TrainingSettings,
+    multiplies_bfloat16,
+)
 
 VOCAB, TOP = 49152, 64
 PROFILE = PROFILES["full"]
@@ -109,12 +117,13 @@ def necessary_flops(data: Conversations, chosen: list[int], steps: int) -> float
     return 2 * total
 
 
-def gemm_rate(seconds: float = 0.6) -> float:
-    """Best rate of large float32 matrix products on this machine now, in FLOP/s."""
+def gemm_rate(dtype: torch.dtype, seconds: float = 0.6) -> float:
+    """Best rate of large matrix products of a precision on this machine now, in FLOP/s."""
     best = 0.0
     for shape in ((2048, 2048, 2048), (1024, 576, 8000), (1024, 8000, 576)):
         m, k, n = shape
-        a, b, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
+        a, b = (torch.randn(x, y).to(dtype) for x, y in ((m, k), (k, n)))
+        out = torch.empty(m, n, dtype=dtype)
         torch.mm(a, b, out=out)
         started = time.perf_counter()
         while time.perf_counter() - started < seconds / 3:
@@ -205,18 +214,25 @@ def measure(updates: int, rounds: int) -> dict[str, Any]:
         trainer.step()
         if theirs:
             theirs(trainer.batches[0])
-        ours_rates, fractions, ratios = [], [], []
+        precision = torch.bfloat16 if multiplies_bfloat16() else torch.float32
+        limits: dict[torch.dtype, list[float]] = {}
+        fractions: dict[torch.dtype, list[float]] = {}
+        ours_rates, ratios = [], []
         for _ in range(rounds):
             batches = trainer.batches[trainer.update : trainer.update + updates]
             flops = sum(necessary_flops(trainer.data, b, SETTINGS.ttt_steps) for b in batches)
-            limit, before, started = gemm_rate(), trainer.tokens, time.perf_counter()
+            rates = {dtype: [gemm_rate(dtype)] for dtype in (torch.float32, precision)}
+            before, started = trainer.tokens, time.perf_counter()
             for _ in batches:
                 trainer.step()
             seconds = time.perf_counter() - started
-            limit = (limit + gemm_rate()) / 2
+            for dtype, values in rates.items():
+                values.append(gemm_rate(dtype))
+                limits.setdefault(dtype, []).append(statistics.mean(values))
             tokens = trainer.tokens - before
             ours_rates.append(tokens / seconds)
-            fractions.append(flops / seconds / limit)
+            for dtype, values in limits.items():
+                fractions.setdefault(dtype, []).append(flops / seconds / values[-1])
             if theirs:
                 few = batches[: max(1, updates // 4)]
                 started = time.perf_counter()
@@ -227,8 +243,15 @@ def measure(updates: int, rounds: int) -> dict[str, Any]:
             print(f"{ours_rates[-1]:.0f} answer tokens/s", file=sys.stderr)
     return {
         "tokens_per_s": round(statistics.median(ours_rates), 1),
-        "gflops_limit": round(limit / 1e9, 1),
-        "fraction_of_gemm": round(statistics.median(fractions), 3),
+        "precision": str(precision).removeprefix("torch."),
+        "gemm_gflops": {
+            str(dtype).removeprefix("torch."): round(statistics.median(values) / 1e9, 1)
+            for dtype, values in limits.items()
+        },
+        "fraction_of_gemm": round(statistics.median(fractions[torch.float32]), 3),
+        "fraction_of_bfloat16_gemm": round(statistics.median(fractions[torch.bfloat16]), 3)
+        if torch.bfloat16 in fractions
+        else None,
         "vs_speculators": round(statistics.median(ratios), 2) if ratios else None,
         "ttt_steps": SETTINGS.ttt_steps,
         "batch_tokens": SETTINGS.batch_tokens,
