@@ -14,7 +14,11 @@ need hours are timed on a few batches or pairs and scaled up, and marked so. Err
 a float64 computation over all pairs of rows.
 
     python benchmarks/cka.py [--json -] [--rows 50000 --layers 30 --width 576]
+    python benchmarks/cka.py --states runs/smollm2-135m/full/states/<name>
     python benchmarks/cka.py --scale
+
+With ``--states`` the data are a run's collected states, the eligible positions of all boundaries
+but the last, shuffled; without, synthetic ones.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from record import write
 from torch import Tensor
 
 SEED = 0
@@ -51,10 +56,16 @@ class Data:
     that treats those directions exactly.
     """
 
-    def __init__(self, folder: Path, layers: int, rows: int, width: int):
+    def __init__(
+        self, folder: Path, layers: int, rows: int, width: int, states: Tensor | None = None
+    ):
         self.layers, self.rows, self.width = layers, rows, width
         self.path = folder / f"{layers}-{rows}-{width}.bf16"
-        if not self.path.exists():
+        if states is not None:
+            with open(self.path, "wb") as f:
+                for block in states.split(CHUNK, 1):
+                    f.write(block.contiguous().view(torch.int16).numpy().tobytes())
+        elif not self.path.exists():
             self._generate()
 
     def _generate(self) -> None:
@@ -82,7 +93,7 @@ class Data:
     def blocks(self, size: int, layers: slice = slice(None)) -> Iterator[Tensor]:
         """Float32 blocks ``[layers, <= size, width]``; ``size`` divides or is a multiple of CHUNK.
 
-        Rows are independent by construction, so their order on disk is a shuffled one.
+        The order on disk is a shuffled one: synthetic rows are independent.
         """
         waiting: list[Tensor] = []
         with open(self.path, "rb") as f:
@@ -279,8 +290,22 @@ def run_one(name: str, data: Data, out: Path) -> None:
     out.write_text(json.dumps(record))
 
 
-def compare(layers: int, rows: int, width: int, folder: Path) -> dict:
-    Data(folder, layers, rows, width)
+def collected(folder: Path) -> Tensor:
+    """Real states ``[layers, rows, width]``: what a run's statistics see of a store, shuffled."""
+    from draftlayers import filtering
+    from draftlayers.states import StateStore
+
+    store = StateStore(folder)
+    rows = filtering.eligible(store.meta, store.norms).rows
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
+    return store.gather(rows, store.boundaries[:-1])
+
+
+def compare(layers: int, rows: int, width: int, folder: Path, states: Tensor | None = None) -> dict:
+    if states is not None:
+        layers, rows, width = states.shape
+    Data(folder, layers, rows, width, states)
+    del states
     records = {}
     for name in CONTENDERS:
         out = folder / f"{name}.json"
@@ -308,7 +333,6 @@ def compare(layers: int, rows: int, width: int, folder: Path) -> dict:
         "layers": layers,
         "rows": rows,
         "width": width,
-        "threads": torch.get_num_threads(),
         "contenders": records,
     }
 
@@ -362,7 +386,8 @@ def scale() -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the record to a file, or - for stdout")
+    parser.add_argument("--json", default="-", help="file for the record; - prints it")
+    parser.add_argument("--states", type=Path, help="folder of a run's collected states")
     parser.add_argument("--scale", action="store_true", help="measure growth and extrapolate")
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--layers", type=int, default=30)
@@ -379,12 +404,10 @@ def main() -> None:
         record = scale()
     else:
         with tempfile.TemporaryDirectory(prefix="draftlayers-cka-") as folder:
-            record = compare(args.layers, args.rows, args.width, Path(folder))
-    text = json.dumps(record, indent=1)
-    if args.json is None or str(args.json) == "-":
-        print(text)
-    else:
-        args.json.write_text(text + "\n")
+            states = collected(args.states) if args.states else None
+            record = compare(args.layers, args.rows, args.width, Path(folder), states)
+            record["data"] = f"states {args.states.name}" if args.states else "synthetic"
+    write(record, args.json)
 
 
 if __name__ == "__main__":

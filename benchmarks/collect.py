@@ -9,7 +9,6 @@ and writes it all to disk. ``ratio`` is the collection's tokens/s over the bare 
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -19,10 +18,11 @@ from typing import Annotated
 
 import torch
 import typer
+from record import write
 
 from draftlayers import states
 from draftlayers.corpus import load_answers, pair, read_prompts, shipped_answers
-from draftlayers.spec import DATA, device_name, write_atomically
+from draftlayers.spec import DATA
 from draftlayers.targets import Target, load_target
 
 
@@ -70,17 +70,12 @@ def main(
     pairs = zip(times["bare"], times["collect"], strict=True)
     result = {
         "model": model,
-        "device": device_name(),
         "tokens": tokens,
         "bare_tokens_per_s": tokens / statistics.median(times["bare"]),
         "collect_tokens_per_s": tokens / statistics.median(times["collect"]),
         "ratio": statistics.median(one / other for one, other in pairs),
     }
-    text = json.dumps(result, indent=1)
-    if to == "-":
-        print(text)
-    else:
-        write_atomically(Path(to), text.encode())
+    write(result, to)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ without any it is an untrained one, which the result says.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -33,13 +32,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from record import write
 
 from draftlayers.corpus import balanced, read_prompts
 from draftlayers.decoding import Decoded, HeadDrafter, decode
 from draftlayers.engine import Engine
 from draftlayers.head import DraftHead, HeadConfig, start_from_target
 from draftlayers.selection import default_rule
-from draftlayers.spec import DATA, PROJECT, device_name, slug, versions
+from draftlayers.spec import DATA, PROJECT, slug
 from draftlayers.speed import (
     Measured,
     compare,
@@ -196,15 +196,9 @@ def main(
             "prompts": len(chosen),
             "new_tokens": tokens,
             "rounds": repeats,
-            "device": device_name(),
-            "versions": versions(),
         },
     }
-    text = json.dumps(result, indent=1)
-    if json_to == "-":
-        print(text)
-    else:
-        Path(json_to).write_text(text + "\n")
+    write(result, json_to)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ token counts, pooled over passes, 95 percent bootstrap intervals over prompts.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from record import write
 
 from draftlayers.corpus import Prompt, balanced, load_corpus, read_prompts
 from draftlayers.decoding import Decoded, HeadDrafter, acceptance_length, acceptance_rates, decode
@@ -41,10 +41,7 @@ from draftlayers.spec import (
     Run,
     RunSpec,
     UserError,
-    device_name,
     fingerprint,
-    versions,
-    write_atomically,
 )
 from draftlayers.speed import decoded_tokens, interval
 from draftlayers.targets import Target, load_target
@@ -247,15 +244,8 @@ def main(
         "overrides": run.spec.overrides,
         "depth": run.spec.depth,
         "decode_tokens": run.spec.decode_tokens,
-        "device": device_name(),
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions(),
     }
-    text = json.dumps(record, indent=1) + "\n"
-    if json_to == "-":
-        print(text)
-    else:
-        write_atomically(Path(json_to), text.encode())
+    write(record, json_to)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,20 @@ memory of the whole process, imports included. ``--layers 81`` gives exactly C(8
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import resource
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
+from record import write
 
 from draftlayers import selection
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the record to a file, or - for stdout")
+    parser.add_argument("--json", default="-", help="file for the record; - prints it")
     parser.add_argument("--layers", type=int, default=81)
     parser.add_argument("-k", type=int, default=4)
     args = parser.parse_args()
@@ -61,11 +60,7 @@ def main() -> None:
         "layers": args.layers,
         "k": args.k,
     }
-    text = json.dumps(record, indent=1)
-    if args.json is None or str(args.json) == "-":
-        print(text)
-    else:
-        args.json.write_text(text + "\n")
+    write(record, args.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ it is not installed (``pip install --no-deps speculators``).
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -27,9 +26,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from record import write
 
 from draftlayers.head import DraftHead, HeadConfig
-from draftlayers.spec import PROFILES, device_name, versions
+from draftlayers.spec import PROFILES
 from draftlayers.training import (
     Conversations,
     Trainer,
@@ -256,8 +256,6 @@ def measure(updates: int, rounds: int) -> dict[str, Any]:
         "ttt_steps": SETTINGS.ttt_steps,
         "batch_tokens": SETTINGS.batch_tokens,
         "draft_vocab": CONFIG.draft_vocab_size,
-        "device": device_name(),
-        "versions": versions(),
     }
 
 
@@ -267,11 +265,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.")] = 3,
 ) -> None:
     """Measure training speed on this CPU."""
-    text = json.dumps(measure(updates, rounds), indent=1)
-    if json_path == "-":
-        print(text)
-    else:
-        Path(json_path).write_text(text + "\n")
+    write(measure(updates, rounds), json_path)
 
 
 if __name__ == "__main__":

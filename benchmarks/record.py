@@ -1,0 +1,25 @@
+"""Where a benchmark's numbers go: a JSON object that says on what, when and with what it ran."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from draftlayers.spec import device_name, versions, write_atomically
+
+
+def write(record: dict[str, Any], to: Path | str) -> None:
+    """Write a record to a file, or to standard output when `to` is ``-``."""
+    whole = {
+        **record,
+        "device": device_name(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "versions": versions(),
+    }
+    text = json.dumps(whole, indent=1) + "\n"
+    if str(to) == "-":
+        print(text, end="")
+    else:
+        write_atomically(Path(to), text.encode())
