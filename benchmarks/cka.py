@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from record import write
+from _record import write
 from torch import Tensor
 
 SEED = 0

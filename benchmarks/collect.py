@@ -18,7 +18,7 @@ from typing import Annotated
 
 import torch
 import typer
-from record import write
+from _record import write
 
 from draftlayers import states
 from draftlayers.corpus import load_answers, pair, read_prompts, shipped_answers

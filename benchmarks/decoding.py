@@ -32,7 +32,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from record import write
+from _record import write
 
 from draftlayers.corpus import balanced, read_prompts
 from draftlayers.decoding import Decoded, HeadDrafter, decode

@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from record import write
+from _record import write
 
 from draftlayers.corpus import Prompt, balanced, load_corpus, read_prompts
 from draftlayers.decoding import Decoded, HeadDrafter, acceptance_length, acceptance_rates, decode

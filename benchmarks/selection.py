@@ -15,7 +15,7 @@ import statistics
 import time
 
 import numpy as np
-from record import write
+from _record import write
 
 from draftlayers import selection
 

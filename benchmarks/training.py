@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from record import write
+from _record import write
 
 from draftlayers.head import DraftHead, HeadConfig
 from draftlayers.spec import PROFILES

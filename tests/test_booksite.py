@@ -63,6 +63,8 @@ Score | score | .2f
 τ | tau | .2f
 ```
 
+A longer run reached {{result}}`reference/{CHAPTER}:tau|.2f`.
+
 See {{numref}}`table-sets` and [the chapter](../notebooks/{CHAPTER}.ipynb), $e^{{i\\pi}} = -1$.
 """
 STATUS = """# What ran
@@ -156,6 +158,8 @@ def repository(tmp_path: Path) -> Path:
     shutil.copy(PROJECT / "_config.yml", root)
     (root / "book" / "references.bib").write_text("")
     (root / "book" / "_toc.yml").write_text(TOC)
+    (root / "data" / "reference").mkdir(parents=True)
+    (root / "data" / "reference" / f"{CHAPTER}.json").write_text('{"tau": 1.618}')
     (root / "book" / "intro.md").write_text(INTRO)
     (root / "book" / "status.md").write_text(STATUS)
     (root / "notebooks" / f"{CHAPTER}.ipynb").write_text(json.dumps(source_notebook()))
@@ -303,6 +307,7 @@ def test_a_book_is_built_once_and_survives_a_failed_build(run, repository, monke
 
     intro = (html / "book" / "intro.html").read_text()
     assert '<span class="result">0.51</span>' in intro
+    assert '<span class="result">1.62</span>' in intro  # from data/reference
     assert '<span class="result">[2, 4, 5]</span>' in intro
     assert "Table 1" in intro and "–" in intro
     assert "_static/mathjax/tex-svg.js" in intro

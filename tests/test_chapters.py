@@ -198,6 +198,14 @@ def test_prose_and_comments_change_no_stamp_but_code_does(sources, run):
     assert chapter_stamp(run, chapter) != before
 
 
+def test_a_new_reference_result_changes_the_stamp_of_its_chapter(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(chapters, "REFERENCE", tmp_path)
+    before = {c: chapter_stamp(run, c) for c in CHAPTERS}
+    (tmp_path / "06-draft-head.json").write_text("{}")
+    changed = [c for c in CHAPTERS if chapter_stamp(run, c) != before[c]]
+    assert changed == ["06-draft-head", "07-speedup"]
+
+
 def test_a_stamp_follows_imports_through_modules():
     code = notebook_code(NOTEBOOKS / "05-selection.ipynb")
     assert modules_stamp("from draftlayers.states import collect") == modules_stamp(

@@ -3,8 +3,8 @@
 ``open_chapter`` is the first call of every notebook. ``execute`` runs one notebook for a run;
 ``python -m draftlayers.chapters CHAPTER`` does so for Snakemake, which decides what has to run
 by comparing stamps: a *stamp* changes with the code of a notebook, the package modules it uses,
-its parameters and the stamps of the chapters before it, and with nothing else. Prose has no part
-in it.
+its parameters, the reference results it shows and the stamps of the chapters before it, and with
+nothing else. Prose has no part in it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from filelock import FileLock, Timeout
 from draftlayers.figures import use_style
 from draftlayers.spec import (
     CHAPTERS,
+    DATA,
     PROJECT,
     Run,
     RunSpec,
@@ -45,6 +46,7 @@ from draftlayers.spec import (
 )
 
 NOTEBOOKS = PROJECT / "notebooks"
+REFERENCE = DATA / "reference"  # results of long runs, by the chapter that shows them
 DRAFT_HEAD = "06-draft-head"
 SOURCE = Path(__file__).parent
 # Modules that move data about and decide no number.
@@ -205,7 +207,9 @@ def chapter_stamp(run: Run, chapter: str) -> str:
     upstream = chapter_stamp(run, before[-1]) if before else ""
     code = notebook_code(NOTEBOOKS / f"{chapter}.ipynb")
     fields = {name: getattr(run.spec, name) for name in _FIRST_USE[chapter].split()}
-    return fingerprint(code, modules_stamp(code), fields, upstream)
+    reference = REFERENCE / f"{chapter}.json"
+    shown = [reference.read_text(encoding="utf-8")] if reference.exists() else []
+    return fingerprint(code, modules_stamp(code), fields, upstream, *shown)
 
 
 def notebook_code(path: Path) -> str:

@@ -189,7 +189,7 @@ def bench(
     name: Annotated[str, typer.Argument(help="Which benchmark.")],
 ) -> None:
     """Run a benchmark of benchmarks/; further arguments are passed on."""
-    scripts = {path.stem: path for path in sorted((PROJECT / "benchmarks").glob("*.py"))}
+    scripts = {path.stem: path for path in sorted((PROJECT / "benchmarks").glob("[a-z]*.py"))}
     if name not in scripts:
         raise UserError(f"unknown benchmark {name!r}; there are {', '.join(scripts)}")
     done = subprocess.run([sys.executable, str(scripts[name]), *context.args], env=os.environ)

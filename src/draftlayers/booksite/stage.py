@@ -144,6 +144,8 @@ def plan(run: Run, repository: Path = PROJECT) -> dict[str, bytes]:
             if path.is_file() and not path.name.startswith("."):
                 tree[f"{folder.name}/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
     tree["results/spec.json"] = run.path("spec.json").read_bytes()
+    for path in sorted((repository / "data" / "reference").glob("*.json")):
+        tree[f"results/reference/{path.name}"] = path.read_bytes()
     for name in chapters:
         source = _read_notebook(repository / "notebooks" / f"{name}.ipynb")
         executed = _read_notebook(run.path("executed", f"{name}.ipynb"))
