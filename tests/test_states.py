@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from scipy.stats import entropy as scipy_entropy
 
 from draftlayers import states
 from draftlayers.corpus import Conversation
-from draftlayers.spec import UserError
+from draftlayers.spec import PROJECT, UserError
 from draftlayers.states import StateStore, collect, duplicates, entropy_of_logits
 from draftlayers.targets import tiny_target
 
@@ -94,20 +98,34 @@ def test_further_boundaries_are_added_to_what_is_there(tiny, tmp_path):
     assert torch.equal(store.load(6), collect(tiny, CONVERSATIONS, [6], tmp_path / "x").load(6))
 
 
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+from draftlayers import states
+from draftlayers.targets import tiny_target
+from tests.test_states import CONVERSATIONS
+states.SHARD, states.BATCH = 2, 16
+said = []
+store = states.collect(tiny_target(), CONVERSATIONS, [3], Path(sys.argv[1]), say=said.append)
+assert store.n == sum(len(c.tokens) for c in CONVERSATIONS)
+assert 0 < len(said) < len(states._shards(CONVERSATIONS))  # each made some, neither all
+"""
+
+
 def test_processes_share_the_shards(tiny, tmp_path, monkeypatch):
-    """Two ranks write different shards; together they are what one process writes."""
-    for rank in ("1", "0"):
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setenv("RANK", rank)
-        if rank == "1":
-            monkeypatch.setattr(states, "StateStore", lambda folder: None)
-        else:
-            monkeypatch.setattr(states, "StateStore", StateStore)
-        store = collect(tiny, CONVERSATIONS, [3], tmp_path)
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.delenv("RANK")
+    """Two ranks write different shards, wait for each other, and both read the whole."""
+    script = tmp_path / "collect.py"
+    script.write_text(TWO_PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300,
+        cwd=PROJECT, env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.setattr(states, "SHARD", 2)
+    together = collect(tiny, CONVERSATIONS, [3], tmp_path)
     alone = collect(tiny, CONVERSATIONS, [3], tmp_path / "alone")
-    assert torch.equal(store.load(3), alone.load(3))
+    assert torch.equal(together.load(3), alone.load(3))
 
 
 def test_a_different_corpus_is_a_different_store(tiny, tmp_path):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -109,11 +110,15 @@ def collect(
         first = not index["passes"]
         name = f"pass{len(set(index['passes'].values()))}"
         _run_pass(target, conversations, missing, store, name, predict, top, first, say)
-        if _rank_and_world()[0] == 0:
+        rank, world = join_processes()
+        if world > 1:
+            dist.barrier()  # the index seals the store, so every shard must lie there first
+        if rank == 0:
             index["passes"] |= {str(b): name for b in missing}
             index |= {"shards": len(_shards(conversations)), "d": target.d_model}
             write_atomically(store / "index.json", json.dumps(index, indent=1).encode())
-        _barrier()
+        if world > 1:
+            dist.barrier()
     return StateStore(store)
 
 
@@ -127,14 +132,16 @@ def _read_index(store: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {"passes": {}}
 
 
-def _rank_and_world() -> tuple[int, int]:
-    """This process among those of ``torchrun``; alone otherwise."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _barrier() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.barrier()
+def join_processes() -> tuple[int, int]:
+    """This process's rank and the number of processes, joining them under ``torchrun``."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return 0, 1
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank(), world
 
 
 def _run_pass(
@@ -149,7 +156,7 @@ def _run_pass(
     say: Callable[[str], None],
 ) -> None:
     """One streaming pass: the shards of this process that are not on disk yet."""
-    rank, world = _rank_and_world()
+    rank, world = join_processes()
     repeated = duplicates(conversations) if first else []
     done = 0
     shards = _shards(conversations)
@@ -168,7 +175,6 @@ def _run_pass(
             write_atomically(path, save(rows))
         done += sum(len(conversations[i].tokens) for i in shard)
         say(f"hidden states: shard {number + 1} of {len(shards)}, {done:,} positions")
-    _barrier()
 
 
 @torch.inference_mode()

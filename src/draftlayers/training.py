@@ -47,7 +47,7 @@ from draftlayers.head import (
     start_from_target,
 )
 from draftlayers.spec import Run, RunSpec, UserError, fingerprint, write_atomically
-from draftlayers.states import collect
+from draftlayers.states import collect, join_processes
 
 if TYPE_CHECKING:
     from draftlayers.corpus import Corpus
@@ -1024,15 +1024,3 @@ class Trainer:
         self.since = tensors["since"]
         for name, value in place.items():
             setattr(self, name, value)
-
-
-def join_processes() -> tuple[int, int]:
-    """This process's rank and the number of processes, joining them under ``torchrun``."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return 0, 1
-    if not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return dist.get_rank(), world
