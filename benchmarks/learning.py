@@ -57,7 +57,7 @@ from draftlayers.training import (
 )
 
 SHARES = (1 / 16, 1 / 4)
-CHOICE_SHARE, CHOICE_EPOCHS = 1 / 8, 3.0
+CHOICE_SHARE, CHOICE_EPOCHS = 1 / 8, 2.0
 Part = Literal["answers", "choices", "heads"]
 
 
@@ -214,6 +214,7 @@ def main(
     model: Annotated[str, typer.Option(help="Target, as everywhere.")] = "smollm2-135m",
     profile: Annotated[str, typer.Option(help="Profile of the run.")] = "full",
     spec_bench: Annotated[Path | None, typer.Option(help="Spec-Bench's question.jsonl.")] = None,
+    questions: Annotated[int, typer.Option(min=1, help="Its questions, evenly spaced.")] = 120,
     set_values: Annotated[
         list[str] | None, typer.Option("-p", metavar="KEY=VALUE", help="Override a parameter.")
     ] = None,
@@ -224,7 +225,7 @@ def main(
         raise UserError(f"unknown part {', '.join(unknown)}; the parts are {', '.join(known)}")
     run = Run(RunSpec.make(model, profile, **RunSpec.parse_overrides(set_values or [])))
     run.results("05-selection")
-    questions = read_prompts(spec_bench) if spec_bench else []
+    asked = read_prompts(spec_bench) if spec_bench else []
     target = load_target(model, say=say)
     record, heads = study(run, target, parts or list(known))
     if parts:
@@ -233,8 +234,8 @@ def main(
     drafters = {name: HeadDrafter(t.head, run.spec.depth) for name, t in heads.items()}
     held_out = balanced(read_prompts(DATA / "prompts" / "heldout.jsonl"))
     prompts = {"ours": held_out[: run.spec.heldout_prompts]}
-    if questions:
-        prompts["Spec-Bench"] = questions
+    if asked:
+        prompts["Spec-Bench"] = asked[:: max(1, len(asked) // questions)]
     record["decoding"] = {
         name: decode_all(engine, drafters, some, run, name) for name, some in prompts.items()
     }

@@ -196,7 +196,7 @@ PROFILES: dict[str, dict[str, Any]] = {
         "stat_tokens": 32000,
         "lens_tokens": 4096,
         "bootstrap": 1000,
-        "head_epochs": 5.0,
+        "head_epochs": 3.0,
         "ttt_steps": 4,
         "batch_tokens": 256,
         "learning_rate": 1e-3,
