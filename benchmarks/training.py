@@ -9,8 +9,9 @@ its time and by the rate of the machine's best large matrix product in float32, 
 Where training multiplies in bfloat16 (``precision``), it can exceed one, and
 ``fraction_of_bfloat16_gemm`` holds the same against the best product in bfloat16.
 ``vs_speculators`` is the ratio of answer tokens per second to those of ``speculators``'
-Eagle3DraftModel with its eager attention, the same batches, sizes, steps and optimiser; null where
-it is not installed (``pip install --no-deps speculators``).
+Eagle3DraftModel with its eager attention, the same batches, sizes, steps, precision and optimiser;
+null where it is not installed (``pip install --no-deps speculators hs-connectors`` and
+``pip install openai datasets``).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from draftlayers.training import (
     Trainer,
     TrainingData,
     TrainingSettings,
+    autocast,
     multiplies_bfloat16,
 )
 
@@ -180,16 +182,17 @@ def speculators_update(head: DraftHead, data: Conversations) -> Callable[[list[i
         )
         documents = torch.cat([torch.full((data.length[i] - 1,), n) for n, i in enumerate(chosen)])
         optimizer.zero_grad(set_to_none=False)
-        _, loss, _ = model(
-            hidden_states=data.states[rows][None].float(),
-            input_ids=data.token[rows + 1][None],
-            document_ids=documents[None],
-            loss_mask=data.trainable[rows + 1][None],
-            verifier_last_hidden_states=data.states[rows + 1][None, :, : c.d_model].float(),
-            ttt_steps=SETTINGS.ttt_steps,
-            ttt_step_loss_decay=0.8,
-            loss_config=loss_config,
-        )
+        with autocast(head):
+            _, loss, _ = model(
+                hidden_states=data.states[rows][None].float(),
+                input_ids=data.token[rows + 1][None],
+                document_ids=documents[None],
+                loss_mask=data.trainable[rows + 1][None],
+                verifier_last_hidden_states=data.states[rows + 1][None, :, : c.d_model].float(),
+                ttt_steps=SETTINGS.ttt_steps,
+                ttt_step_loss_decay=0.8,
+                loss_config=loss_config,
+            )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learned, SETTINGS.clip)
         optimizer.step()

@@ -31,6 +31,7 @@ STORED = torch.bfloat16  # float32's range, so that massive activations survive
 SHARD = 32  # conversations in a shard
 BATCH = 2048  # tokens in a forward pass
 LENS_ROWS = 256  # rows unembedded at once: 256 x 128k logits in float32 are 131 MB
+CACHE_VALUES = 1 << 19  # logits worked on at once: 2 MB in float32
 META = ("sequence", "position", "token", "answer", "duplicate", "predictive_entropy")
 
 
@@ -54,16 +55,23 @@ def duplicates(conversations: Sequence[Conversation]) -> list[Tensor]:
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:
-    """Entropy ``[...]`` in nats of the distributions that logits ``[..., V]`` stand for."""
-    return _entropy(torch.log_softmax(logits.float(), -1))
+    """Entropy ``[n]`` in nats of the distributions that logits ``[n, V]`` stand for."""
+    return torch.cat([_entropy(torch.log_softmax(x.float(), -1)) for x in in_cache(logits)])
+
+
+def in_cache(logits: Tensor) -> tuple[Tensor, ...]:
+    """Parts of ``[n, V]`` small enough to stay in a processor's cache while they are worked on."""
+    if logits.device.type != "cpu":
+        return (logits,)  # a GPU would spend the time on launching small kernels
+    return logits.split(max(1, CACHE_VALUES // logits.shape[-1]))
 
 
 def _entropy(log_p: Tensor) -> Tensor:
-    """Entropy ``[...]`` in nats from log probabilities ``[..., V]`` in float32.
+    """Entropy ``[n]`` in nats from log probabilities ``[n, V]`` in float32.
 
     A forbidden token has minus infinity; clamping it makes its share 0 times a number, not NaN.
     """
-    return -(log_p.exp() * log_p.clamp_min(-1e4)).sum(-1)
+    return -torch.linalg.vecdot(log_p.exp(), log_p.clamp_min(-1e4))
 
 
 def collect(
@@ -231,12 +239,16 @@ def _predict(
         wanted = rows["answer"][where]
         final, where = final[wanted.to(final.device)], where[wanted]
     for part, place in zip(final.split(LENS_ROWS), where.split(LENS_ROWS), strict=True):
-        log_p = torch.log_softmax(target.unembed(part), -1)
-        rows["predictive_entropy"][place] = _entropy(log_p).cpu()
-        if top:
-            best = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
-            rows["top_ids"][place, : best.indices.shape[1]] = best.indices.int().cpu()
-            rows["top_logprobs"][place, : best.values.shape[1]] = best.values.half().cpu()
+        done = 0
+        for logits in in_cache(target.unembed(part)):
+            log_p = torch.log_softmax(logits.float(), -1)
+            here = place[done : done + len(logits)]
+            done += len(logits)
+            rows["predictive_entropy"][here] = _entropy(log_p).cpu()
+            if top:
+                best = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
+                rows["top_ids"][here, : best.indices.shape[1]] = best.indices.int().cpu()
+                rows["top_logprobs"][here, : best.values.shape[1]] = best.values.half().cpu()
 
 
 def _predicts_answer(conversation: Conversation) -> Tensor:
