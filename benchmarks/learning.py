@@ -5,15 +5,15 @@
 Runs on the corpus, the states and the layers of a run whose chapters 1 to 5 are done; what the
 study trains lies in that run's ``heads`` folder, so a killed study goes on where it stopped, and
 parts named on the command line can be trained by several processes side by side. Without a name
-everything is trained, the main heads decode, and the record is written. Parts:
+everything is trained, the head of all answers decodes, and the record is written. The parts are
+heads that read the default rule's layers:
 
+``whole``
+    the run's own, on all answers, as the profile has it;
 ``answers``
-    the default layers' head on shares of the training answers, all else as the profile has it;
+    on shares of the training answers;
 ``choices``
-    the same head on an eighth of the answers and for fewer epochs, with one choice changed each
-    time;
-``heads``
-    the run's own heads (seed 0), on all answers.
+    on an eighth of the answers and for fewer epochs, with one choice changed each time.
 
 The record's ``decoding`` holds acceptance lengths in real greedy decoding on our held-out prompts
 and, with ``--spec-bench question.jsonl``, on Spec-Bench's questions (first turns): the target's own
@@ -36,6 +36,7 @@ from _record import write
 from draftlayers.corpus import Prompt, balanced, load_corpus, read_prompts
 from draftlayers.decoding import Decoded, HeadDrafter, acceptance_length, acceptance_rates, decode
 from draftlayers.engine import Engine
+from draftlayers.head import DraftHead
 from draftlayers.spec import (
     DATA,
     Run,
@@ -58,7 +59,7 @@ from draftlayers.training import (
 
 SHARES = (1 / 16, 1 / 4)
 CHOICE_SHARE, CHOICE_EPOCHS = 1 / 8, 2.0
-Part = Literal["answers", "choices", "heads"]
+Part = Literal["whole", "answers", "choices"]
 
 
 def say(text: str) -> None:
@@ -86,9 +87,7 @@ def choices(
         "frozen output matrix": {"train_lm_head": not settings.train_lm_head},
         "norm for each layer": {"fc_norm": True},
         "half the learning rate": {"learning_rate": settings.learning_rate / 2},
-        "batches twice as large": {"batch_tokens": 2 * settings.batch_tokens},
         "no training-time test": {"ttt_steps": 1},
-        "weight decay 0.1": {"weight_decay": 0.1},
     }
     found = {name: (part, replace(plain, **values)) for name, values in changed.items()}
     found["half the draft vocabulary"] = (replace(part, vocabulary=half), plain)
@@ -115,97 +114,81 @@ def record_of(trained: TrainedHead, data: TrainingData) -> dict[str, Any]:
 
 
 def decode_all(
-    engine: Engine, drafters: dict[str, HeadDrafter], prompts: list[Prompt], run: Run, name: str
+    engine: Engine, drafter: HeadDrafter, prompts: list[Prompt], run: Run, name: str
 ) -> dict[str, Any]:
-    """Acceptance lengths of all heads on prompts, overall and by kind, outputs checked."""
+    """Acceptance length on prompts, overall and by kind, outputs checked."""
     spec, target = run.spec, engine.target
     rendered = [(p, target.render(p.turns[:1])) for p in prompts]
     usable = [(p, ids) for p, ids in rendered if len(ids) <= spec.max_prompt_tokens]
-    runs: dict[str, list[Decoded]] = {head: [] for head in drafters}
+    runs: list[Decoded] = []
     identical = 0
     for i, (_, ids) in enumerate(usable):
         plain = decode(engine, ids, spec.decode_tokens)
-        same = True
-        for head, drafter in drafters.items():
-            runs[head].append(decode(engine, ids, spec.decode_tokens, drafter))
-            same &= runs[head][-1].tokens == plain.tokens
-        identical += same
+        runs.append(decode(engine, ids, spec.decode_tokens, drafter))
+        identical += runs[-1].tokens == plain.tokens
         if (i + 1) % 20 == 0:
             say(f"{name}: decoded {i + 1} of {len(usable)} prompts")
 
-    def summary(decoded: list[Decoded]) -> dict[str, Any]:
-        tokens = decoded_tokens([[r] for r in decoded])
-        passes = torch.tensor([float(r.passes) for r in decoded])
+    tokens = decoded_tokens([[r] for r in runs])
+    passes = torch.tensor([float(r.passes) for r in runs])
 
-        def tau(index: torch.Tensor) -> float:
-            return (tokens[index].sum() / passes[index].sum().clamp(min=1)).item()
+    def tau(index: torch.Tensor) -> float:
+        return (tokens[index].sum() / passes[index].sum().clamp(min=1)).item()
 
-        return {
-            "tau": acceptance_length(decoded),
-            "tau_interval": interval(tau, len(decoded), 1000),
-            "alpha": acceptance_rates(decoded),
-        }
-
-    kinds = sorted({p.kind for p, _ in usable})
     return {
         "prompts": len(usable),
         "left_out_as_too_long": len(prompts) - len(usable),
         "identical_to_plain": identical,
-        "heads": {
-            head: {
-                **summary(decoded),
-                "by_kind": {
-                    kind: acceptance_length(
-                        [r for r, (p, _) in zip(decoded, usable, strict=True) if p.kind == kind]
-                    )
-                    for kind in kinds
-                },
-            }
-            for head, decoded in runs.items()
+        "tau": acceptance_length(runs),
+        "tau_interval": interval(tau, len(runs), 1000),
+        "alpha": acceptance_rates(runs),
+        "by_kind": {
+            kind: acceptance_length(
+                [r for r, (p, _) in zip(runs, usable, strict=True) if p.kind == kind]
+            )
+            for kind in sorted({p.kind for p, _ in usable})
         },
     }
 
 
-def study(
-    run: Run, target: Target, parts: list[Part]
-) -> tuple[dict[str, Any], dict[str, TrainedHead]]:
-    """Train what is not trained yet; return the record so far and the run's own heads."""
+def study(run: Run, target: Target, parts: list[Part]) -> tuple[dict[str, Any], DraftHead | None]:
+    """Train what is not trained yet; return the record so far and the head of all answers."""
     corpus = load_corpus(target, run, say)
     data = prepare(run, target, corpus, say)
     settings, seed = TrainingSettings.from_spec(run.spec), run.spec.seed
-    sets = planned_sets(run)
+    layers = planned_sets(run)["default"]
 
     def train(
-        name: str, layers: tuple[int, ...], data: TrainingData, settings: TrainingSettings,
-        folder: Path | None = None,
-    ) -> TrainedHead:  # fmt: skip
+        name: str, data: TrainingData, settings: TrainingSettings, folder: Path | None = None
+    ) -> TrainedHead:
         place = folder or run.path("heads", f"study-{fingerprint(name)}")
         progress: Callable[[str], None] = lambda text: say(f"{name}: {text}")  # noqa: E731
         return train_head(data, layers, target, settings, seed, place, progress)
 
-    record: dict[str, Any] = {"settings": vars(settings), "draft_vocab": len(data.vocabulary)}
-    heads: dict[str, TrainedHead] = {}
-    if "heads" in parts:
-        heads = {
-            name: train(name, layers, data, settings, head_folder(run, layers, seed))
-            for name, layers in sets.items()
-        }
-        record["heads"] = {
-            name: {"layers": list(sets[name]), **record_of(t, data)} for name, t in heads.items()
-        }
+    record: dict[str, Any] = {
+        "layers": list(layers),
+        "settings": vars(settings),
+        "draft_vocab": len(data.vocabulary),
+    }
+    head = None
+    if "whole" in parts:
+        trained = train("all answers", data, settings, head_folder(run, layers, seed))
+        record["whole"], head = record_of(trained, data), trained.head
     if "answers" in parts:
-        shares = [(share, part_of(data, share)) for share in SHARES]
         record["answers"] = [
-            {"share": share, **record_of(train(f"share {share:g}", sets["default"], part,
-                                               settings), part)}
-            for share, part in shares
+            {
+                "share": share,
+                **record_of(train(f"share {share:g}", part_of(data, share), settings),
+                            part_of(data, share)),
+            }
+            for share in SHARES
         ]  # fmt: skip
     if "choices" in parts:
         record["choices"] = {
-            name: record_of(train(name, sets["default"], part, changed), part)
+            name: record_of(train(name, part, changed), part)
             for name, (part, changed) in choices(data, settings).items()
         }
-    return record, heads
+    return record, head
 
 
 def main(
@@ -220,24 +203,23 @@ def main(
     ] = None,
 ) -> None:
     """Run the study and write one JSON object."""
-    known = ("answers", "choices", "heads")
+    known = ("whole", "answers", "choices")
     if unknown := sorted(set(parts or []) - set(known)):
         raise UserError(f"unknown part {', '.join(unknown)}; the parts are {', '.join(known)}")
     run = Run(RunSpec.make(model, profile, **RunSpec.parse_overrides(set_values or [])))
     run.results("05-selection")
     asked = read_prompts(spec_bench) if spec_bench else []
     target = load_target(model, say=say)
-    record, heads = study(run, target, parts or list(known))
+    record, head = study(run, target, parts or list(known))
     if parts:
         return
-    engine = Engine(target)
-    drafters = {name: HeadDrafter(t.head, run.spec.depth) for name, t in heads.items()}
+    engine, drafter = Engine(target), HeadDrafter(head, run.spec.depth)
     held_out = balanced(read_prompts(DATA / "prompts" / "heldout.jsonl"))
     prompts = {"ours": held_out[: run.spec.heldout_prompts]}
     if asked:
         prompts["Spec-Bench"] = asked[:: max(1, len(asked) // questions)]
     record["decoding"] = {
-        name: decode_all(engine, drafters, some, run, name) for name, some in prompts.items()
+        name: decode_all(engine, drafter, some, run, name) for name, some in prompts.items()
     }
     record["setting"] = {
         "model": model,

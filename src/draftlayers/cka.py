@@ -347,7 +347,8 @@ class CKASums:
         for i, scale in enumerate(self.basis.scale):
             y = (block[i].to(device, torch.float32) - self.basis.shift[i]).div_(scale)
             full[:, i] = torch.linalg.vector_norm(y, dim=1).square()
-            self.full_sum[:, i] += (member.T @ y).double().cpu()
+            by_level = y.sum(0, keepdim=True) if self.levels == 1 else member.T @ y
+            self.full_sum[:, i] += by_level.double().cpu()
             z[:, i] = y @ self.basis.vectors[i] if split else y
             if split:
                 for (p, q, b), gram in zip(cuts, grams, strict=True):
