@@ -50,7 +50,6 @@ from draftlayers.training import (
     TrainedHead,
     TrainingData,
     TrainingSettings,
-    draft_vocabulary,
     head_folder,
     planned_sets,
     prepare,
@@ -77,21 +76,14 @@ def choices(
     """Data and settings of the heads that differ in one choice each."""
     plain = replace(settings, epochs=CHOICE_EPOCHS)
     part = part_of(data, CHOICE_SHARE)
-    answers = data.store.meta["answer"] & torch.isin(data.store.meta["sequence"], data.train)
-    half = draft_vocabulary(
-        data.store.top_ids[answers], data.store.top_logprobs[answers], len(data.vocabulary) // 2
-    )
     changed: dict[str, dict[str, Any]] = {
         "as the profile": {},
         "random start": {"start": "random"},
         "frozen output matrix": {"train_lm_head": not settings.train_lm_head},
         "norm for each layer": {"fc_norm": True},
         "half the learning rate": {"learning_rate": settings.learning_rate / 2},
-        "no training-time test": {"ttt_steps": 1},
     }
-    found = {name: (part, replace(plain, **values)) for name, values in changed.items()}
-    found["half the draft vocabulary"] = (replace(part, vocabulary=half), plain)
-    return found
+    return {name: (part, replace(plain, **values)) for name, values in changed.items()}
 
 
 def answer_tokens(data: TrainingData) -> int:
