@@ -61,7 +61,8 @@ def find_head(target: Target, folder: Path | None) -> tuple[DraftHead, str]:
     places = [folder] if folder else [runs / p / "heads" / name for p in ("full", "quick")]
     for place in places:
         if folder or (place / "config.json").exists():
-            return DraftHead.load(place, target), str(place)
+            shown = place.relative_to(PROJECT) if place.is_relative_to(PROJECT) else place.name
+            return DraftHead.load(place, target), str(shown)
     embedding = target.model.get_input_embeddings().weight
     size = min(6000, len(embedding))
     vocabulary = torch.arange(len(embedding) - size, len(embedding))
