@@ -146,6 +146,7 @@ def ours(data: Data, clock: Clock) -> tuple[np.ndarray, float]:
     print(plan, file=sys.stderr)
     first = next(clock.reading(data.blocks(CHUNK)))[:, :512].bfloat16()
     basis = cka.Basis.fit(Source(), torch.arange(512), plan.rank, Source.boundaries)
+    first = None  # its memory is needed no more
     sums = cka.CKASums(basis, Source.boundaries, parts=parts, block=plan.block)
     start = 0
     for block in clock.reading(data.blocks(CHUNK)):
