@@ -96,7 +96,6 @@ def record_of(trained: TrainedHead, data: TrainingData) -> dict[str, Any]:
     return {
         "train_answer_tokens": answer_tokens(data),
         "updates": trained.history[-1]["update"],
-        "seconds": trained.seconds,
         **{key: trained.best[key] for key in ("update", "loss", "acceptance", "tau")},
         "history": [
             {key: r[key] for key in ("update", "tokens", "train_loss", "loss", "tau")}
