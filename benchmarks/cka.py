@@ -24,6 +24,7 @@ but the last, shuffled; without, synthetic ones.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -115,11 +116,16 @@ class Clock:
     def __init__(self) -> None:
         self.loading, self._started = 0.0, time.perf_counter()
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self.loading += time.perf_counter() - before
+
     def reading(self, blocks: Iterator[Tensor]) -> Iterator[Tensor]:
         while True:
-            before = time.perf_counter()
-            block = next(blocks, None)
-            self.loading += time.perf_counter() - before
+            with self.stopped():
+                block = next(blocks, None)
             if block is None:
                 return
             yield block
@@ -129,10 +135,8 @@ class Clock:
 
 
 def ours(data: Data, clock: Clock) -> tuple[np.ndarray, float]:
-    before = time.perf_counter()
-    from draftlayers import cka  # here, so that the others' memory does not hold it
-
-    clock.loading += time.perf_counter() - before
+    with clock.stopped():
+        from draftlayers import cka  # here, so that the others' memory does not hold it
 
     class Source:
         boundaries, d = tuple(range(data.layers)), data.width
@@ -171,15 +175,12 @@ def hsic_of_grams(grams: Tensor) -> Tensor:
 def pytorch_cka(data: Data, clock: Clock) -> tuple[np.ndarray, float]:
     """Its ``CKA._accumulate_hsic`` and ``_compute_cka_matrix``; every batch weighs the same."""
     kernel = hsic_of_grams
-    before = time.perf_counter()
-    try:
+    with clock.stopped(), contextlib.suppress(ImportError):
         from cka.hsic import hsic_cross
 
         def kernel(grams: Tensor) -> Tensor:
             return hsic_cross(grams, grams)
-    except ImportError:
-        pass
-    clock.loading += time.perf_counter() - before
+
     hsic = torch.zeros(data.layers, data.layers)
     for block in clock.reading(data.blocks(BATCH)):
         if block.shape[1] > 3:
@@ -224,9 +225,8 @@ def anatome(data: Data, clock: Clock) -> tuple[None, float]:
         return z - n / (n - 2) * (a @ b) + a.sum() * b.sum() / ((n - 1) * (n - 2))
 
     for i in range(pairs):
-        before = time.perf_counter()
-        x, y = states[i].float(), states[i + 1].float()
-        clock.loading += time.perf_counter() - before
+        with clock.stopped():
+            x, y = states[i].float(), states[i + 1].float()
         x, y = x - x.mean(0), y - y.mean(0)
         a, b = torch.einsum("ij,ij->i", x, x), torch.einsum("ij,ij->i", y, y)
         cross = debiased((y.t() @ x).norm("fro").pow(2), a, b)

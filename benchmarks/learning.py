@@ -26,25 +26,20 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
 from _record import write
 
 from draftlayers.corpus import Prompt, balanced, load_corpus, read_prompts
-from draftlayers.decoding import Decoded, HeadDrafter, acceptance_length, acceptance_rates, decode
+from draftlayers.decoding import Decoded, HeadDrafter, acceptance_length
 from draftlayers.engine import Engine
 from draftlayers.head import DraftHead
-from draftlayers.spec import (
-    DATA,
-    Run,
-    RunSpec,
-    UserError,
-    fingerprint,
-)
-from draftlayers.speed import decoded_tokens, interval
+from draftlayers.spec import DATA, Run, RunSpec, fingerprint
+from draftlayers.speed import compare, measure
 from draftlayers.targets import Target, load_target
 from draftlayers.training import (
     TrainedHead,
@@ -58,7 +53,14 @@ from draftlayers.training import (
 
 SHARES = (1 / 16, 1 / 4)
 CHOICE_SHARE, CHOICE_EPOCHS = 1 / 8, 2.0
-Part = Literal["whole", "answers", "choices"]
+
+
+class Part(StrEnum):
+    """Groups of heads that can be trained apart."""
+
+    WHOLE = "whole"
+    ANSWERS = "answers"
+    CHOICES = "choices"
 
 
 def say(text: str) -> None:
@@ -70,12 +72,8 @@ def part_of(data: TrainingData, share: float) -> TrainingData:
     return replace(data, train=data.train[: round(len(data.train) * share)])
 
 
-def choices(
-    data: TrainingData, settings: TrainingSettings
-) -> dict[str, tuple[TrainingData, TrainingSettings]]:
-    """Data and settings of the heads that differ in one choice each."""
-    plain = replace(settings, epochs=CHOICE_EPOCHS)
-    part = part_of(data, CHOICE_SHARE)
+def choices(settings: TrainingSettings) -> dict[str, TrainingSettings]:
+    """Settings that differ from the profile's in one choice each, all for fewer epochs."""
     changed: dict[str, dict[str, Any]] = {
         "as the profile": {},
         "random start": {"start": "random"},
@@ -83,7 +81,9 @@ def choices(
         "norm for each layer": {"fc_norm": True},
         "half the learning rate": {"learning_rate": settings.learning_rate / 2},
     }
-    return {name: (part, replace(plain, **values)) for name, values in changed.items()}
+    return {
+        name: replace(settings, epochs=CHOICE_EPOCHS, **values) for name, values in changed.items()
+    }
 
 
 def answer_tokens(data: TrainingData) -> int:
@@ -105,40 +105,25 @@ def record_of(trained: TrainedHead, data: TrainingData) -> dict[str, Any]:
 
 
 def decode_all(
-    engine: Engine, drafter: HeadDrafter, prompts: list[Prompt], run: Run, name: str
+    engine: Engine, drafter: HeadDrafter, prompts: list[Prompt], run: Run
 ) -> dict[str, Any]:
     """Acceptance length on prompts, overall and by kind, outputs checked."""
-    spec, target = run.spec, engine.target
-    rendered = [(p, target.render(p.turns[:1])) for p in prompts]
-    usable = [(p, ids) for p, ids in rendered if len(ids) <= spec.max_prompt_tokens]
-    runs: list[Decoded] = []
-    identical = 0
-    for i, (_, ids) in enumerate(usable):
-        plain = decode(engine, ids, spec.decode_tokens)
-        runs.append(decode(engine, ids, spec.decode_tokens, drafter))
-        identical += runs[-1].tokens == plain.tokens
-        if (i + 1) % 20 == 0:
-            say(f"{name}: decoded {i + 1} of {len(usable)} prompts")
-
-    tokens = decoded_tokens([[r] for r in runs])
-    passes = torch.tensor([float(r.passes) for r in runs])
-
-    def tau(index: torch.Tensor) -> float:
-        return (tokens[index].sum() / passes[index].sum().clamp(min=1)).item()
-
+    spec = run.spec
+    rendered = [(p.kind, engine.target.render(p.turns[:1])) for p in prompts]
+    usable = [(kind, ids) for kind, ids in rendered if len(ids) <= spec.max_prompt_tokens]
+    measured = measure(
+        engine, [ids for _, ids in usable], {"head": drafter}, spec.decode_tokens, say=say
+    )
+    found = compare(measured)["head"]
+    runs: dict[str, list[Decoded]] = {}
+    for (kind, _), repeats in zip(usable, measured.runs["head"], strict=True):
+        runs.setdefault(kind, []).append(repeats[0])
     return {
         "prompts": len(usable),
         "left_out_as_too_long": len(prompts) - len(usable),
-        "identical_to_plain": identical,
-        "tau": acceptance_length(runs),
-        "tau_interval": interval(tau, len(runs), 1000),
-        "alpha": acceptance_rates(runs),
-        "by_kind": {
-            kind: acceptance_length(
-                [r for r, (p, _) in zip(runs, usable, strict=True) if p.kind == kind]
-            )
-            for kind in sorted({p.kind for p, _ in usable})
-        },
+        "identical_to_plain": round(found["identical"] * len(usable)),
+        **{key: found[key] for key in ("tau", "tau_interval", "alpha")},
+        "by_kind": {kind: acceptance_length(runs[kind]) for kind in sorted(runs)},
     }
 
 
@@ -162,28 +147,26 @@ def study(run: Run, target: Target, parts: list[Part]) -> tuple[dict[str, Any], 
         "draft_vocab": len(data.vocabulary),
     }
     head = None
-    if "whole" in parts:
+    if Part.WHOLE in parts:
         trained = train("all answers", data, settings, head_folder(run, layers, seed))
         record["whole"], head = record_of(trained, data), trained.head
-    if "answers" in parts:
+    if Part.ANSWERS in parts:
+        parts_of_data = {share: part_of(data, share) for share in SHARES}
         record["answers"] = [
-            {
-                "share": share,
-                **record_of(train(f"share {share:g}", part_of(data, share), settings),
-                            part_of(data, share)),
-            }
-            for share in SHARES
-        ]  # fmt: skip
-    if "choices" in parts:
+            {"share": share, **record_of(train(f"share {share:g}", part, settings), part)}
+            for share, part in parts_of_data.items()
+        ]
+    if Part.CHOICES in parts:
+        part = part_of(data, CHOICE_SHARE)
         record["choices"] = {
             name: record_of(train(name, part, changed), part)
-            for name, (part, changed) in choices(data, settings).items()
+            for name, changed in choices(settings).items()
         }
     return record, head
 
 
 def main(
-    parts: Annotated[list[str] | None, typer.Argument(help="Only train these parts.")] = None,
+    parts: Annotated[list[Part] | None, typer.Argument(help="Only train these parts.")] = None,
     json_to: Annotated[str, typer.Option("--json", help="File for the record; - prints it.")] = "-",
     model: Annotated[str, typer.Option(help="Target, as everywhere.")] = "smollm2-135m",
     profile: Annotated[str, typer.Option(help="Profile of the run.")] = "full",
@@ -194,14 +177,11 @@ def main(
     ] = None,
 ) -> None:
     """Run the study and write one JSON object."""
-    known = ("whole", "answers", "choices")
-    if unknown := sorted(set(parts or []) - set(known)):
-        raise UserError(f"unknown part {', '.join(unknown)}; the parts are {', '.join(known)}")
     run = Run(RunSpec.make(model, profile, **RunSpec.parse_overrides(set_values or [])))
     run.results("05-selection")
     asked = read_prompts(spec_bench) if spec_bench else []
     target = load_target(model, say=say)
-    record, head = study(run, target, parts or list(known))
+    record, head = study(run, target, parts or list(Part))
     if parts:
         return
     engine, drafter = Engine(target), HeadDrafter(head, run.spec.depth)
@@ -210,7 +190,7 @@ def main(
     if asked:
         prompts["Spec-Bench"] = asked[:: max(1, len(asked) // questions)]
     record["decoding"] = {
-        name: decode_all(engine, drafter, some, run, name) for name, some in prompts.items()
+        name: decode_all(engine, drafter, some, run) for name, some in prompts.items()
     }
     record["setting"] = {
         "model": model,

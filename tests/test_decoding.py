@@ -648,7 +648,7 @@ def test_real_target_on_at_least_480_prompts() -> None:
     drafters = [HeadDrafter(head, 4), HeadDrafter(head, 4, top_k=3, total=8)]
     taus = []
     for i, prompt in enumerate(prompts):
-        ids = target.render(prompt.turns)[-96:]
+        ids = target.render(prompt.turns)[-320:]
         plain = decode(engine, ids, 24)
         chain, tree = (Oracle(ids + plain.tokens, 5, 0.8, width, seed=i) for width in (1, 2))
         for drafter in (chain, tree, *(drafters if i % 8 == 0 else ())):
