@@ -30,14 +30,13 @@ import typer
 from _record import write
 
 from draftlayers.head import DraftHead, HeadConfig
-from draftlayers.spec import PROFILES
+from draftlayers.spec import PROFILES, multiplies_bfloat16
 from draftlayers.training import (
     Conversations,
     Trainer,
     TrainingData,
     TrainingSettings,
     autocast,
-    multiplies_bfloat16,
 )
 
 VOCAB, TOP = 49152, 64

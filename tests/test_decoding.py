@@ -36,7 +36,7 @@ from draftlayers.decoding import (
 )
 from draftlayers.engine import Engine
 from draftlayers.head import DraftHead, HeadConfig, start_at_random, start_from_target
-from draftlayers.spec import UserError
+from draftlayers.spec import UserError, multiplies_bfloat16
 from draftlayers.targets import tiny_target
 
 ARCHITECTURES = {
@@ -341,7 +341,7 @@ def test_drafts_equal_drafting_without_a_cache(llama: Engine, top_k: int, total:
         frontier = sorted(grown, key=lambda node: -node[1])[:top_k]
     expected = {path for path, _ in sorted(nodes, key=lambda node: -node[1])[:total]}
 
-    drafter = HeadDrafter(head, depth, top_k, total)
+    drafter = HeadDrafter(head, depth, top_k, total, precision=torch.float32)
     with torch.no_grad(), drafter.session(64):
         concatenated = torch.cat([states[b][0] for b in head.config.layers], dim=-1)
         drafter.observe([*PROMPT[1:], best], concatenated)
@@ -352,6 +352,37 @@ def test_drafts_equal_drafting_without_a_cache(llama: Engine, top_k: int, total:
     assert len(set(paths)) == len(paths)
     assert set(paths) == expected
     assert drafter.cache.length == len(PROMPT)
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="no bfloat16 products here")
+def test_guesses_in_bfloat16_are_nearly_the_same(llama: Engine) -> None:
+    """Half the bytes are read for each guess; the head itself and its cache stay as they are."""
+    head = random_head(llama, start=start_from_target)
+    states = torch.randn(len(PROMPT), 3 * head.config.d_model)
+    scores = []
+    for precision in (None, torch.float32):
+        drafter = HeadDrafter(head, 1, precision=precision)
+        with torch.no_grad(), drafter.session(64):
+            drafter.observe(PROMPT, states)
+            scores.append(head.logits(drafter.hidden)[0, 0])
+            assert drafter.cache.keys.dtype == drafter.hidden.dtype == torch.float32
+    error = (scores[0] - scores[1]).norm() / scores[1].norm()
+    assert 0 < error < 0.02
+    assert head.fc.weight.dtype == torch.float32
+
+
+def test_heads_are_drafted_with_where_nothing_can_be_packed(
+    llama: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds of torch without oneDNN, as on Apple's processors."""
+    expected = decode(llama, PROMPT, 12).tokens
+    monkeypatch.setattr("draftlayers.engine.torch.ops.mkldnn", object())
+    engine = build("llama")
+    assert not engine.packed
+    for top_k in (1, 3):
+        drafter = HeadDrafter(random_head(engine), 3, top_k)
+        assert drafter.linears is None
+        assert decode(engine, PROMPT, 12, drafter).tokens == expected
 
 
 def test_a_chain_ends_when_the_head_is_unsure(llama: Engine) -> None:

@@ -14,22 +14,32 @@ from draftlayers.engine import (
     PackedLinears,
     fastest_rows,
 )
-from draftlayers.spec import UserError
+from draftlayers.spec import UserError, multiplies_bfloat16
 from draftlayers.targets import tiny_target
 
 PROMPT = [5, 17, 200, 33, 8, 91, 4, 300, 12]
 
 
+native_bfloat16 = pytest.param(
+    torch.bfloat16,
+    marks=pytest.mark.skipif(not multiplies_bfloat16(), reason="no bfloat16 products here"),
+)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, native_bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_products(rows: int, bias: bool) -> None:
+def test_packed_products(rows: int, bias: bool, precision: torch.dtype) -> None:
     torch.manual_seed(0)
     parts = [nn.Linear(48, 20, bias=bias), nn.Linear(48, 33, bias=bias)]
-    packed = PackedLinear(parts, rows)
+    packed = PackedLinear(parts, rows, precision)
+    tolerance = 1e-5 if precision == torch.float32 else 2e-2
     for shape in [(1, 48), (3, 48), (2, 5, 48), (70, 48)]:
         x = torch.randn(shape)
         expected = torch.cat([part.double()(x.double()) for part in parts], dim=-1)
-        torch.testing.assert_close(packed(x).double(), expected, atol=1e-5, rtol=1e-5)
+        found = packed(x)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
         assert packed(x).shape == (*shape[:-1], 53)
         for part in parts:
             part.float()

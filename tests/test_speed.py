@@ -21,6 +21,7 @@ from draftlayers.speed import (
     Measured,
     compare,
     expected_length,
+    free_guesses,
     interval,
     measure,
     measure_costs,
@@ -216,13 +217,21 @@ def test_costs_are_measured(engine: Engine) -> None:
     assert decode(engine, PROMPT, 12, drafters["head"]).tokens == oracle.sequence[len(PROMPT) :]
 
 
+def test_free_guesses_by_hand() -> None:
+    assert free_guesses(COSTS.passes) == 1  # 1.1 for two tokens, 1.3 for four
+    assert free_guesses(COSTS.passes, slack=0.3) == 3
+    assert free_guesses(COSTS.passes, slack=0.0) == 0
+    assert free_guesses(COSTS.passes, slack=9.0) == 7
+    assert free_guesses({1: 1.0, 4: 1.5, 8: 1.05}) == 0  # a dear size is not jumped over
+
+
 def test_roofline_by_hand() -> None:
     device = Device(bandwidth=100.0, flops=4000.0, overhead=0.25)
     # 50 parameters of 4 bytes: 2 s to read; 2 * 50 operations a token, 0.025 s each.
     assert device.pass_seconds(50, 4, 1) == 2.25
     assert device.pass_seconds(50, 4, 80) == pytest.approx(2.25)
     assert device.pass_seconds(50, 4, 160) == pytest.approx(4.25)
-    costs = device.costs(50, 5, 4, depth=3)
+    costs = device.costs((50, 4), (10, 2), depth=3)
     assert costs.passes == {n: 2.25 for n in (1, 2, 3, 4)}
     assert predicted_speedup(2.0, 3, costs) == pytest.approx(2 * 2.25 / (2.25 + 3 * 0.45))
 

@@ -23,9 +23,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftlayers.engine import Engine, PackedLinears
+from draftlayers.engine import Engine, PackedLinears, packs
 from draftlayers.head import DraftHead
-from draftlayers.spec import UserError
+from draftlayers.spec import UserError, multiplies_bfloat16
 
 ROOT = -1  # the last accepted token, from which every draft grows
 
@@ -410,6 +410,9 @@ class Drafter(Protocol):
 class HeadDrafter:
     """Drafts with an EAGLE-3 head: a chain, or EAGLE-2's dynamic tree.
 
+    In a chain under sampling, guesses are drawn from the head's distribution with the target's
+    temperature, top-k and top-p; a tree's guesses are always the head's likeliest.
+
     Parameters
     ----------
     head
@@ -423,11 +426,14 @@ class HeadDrafter:
     confidence
         A chain ends early when the head gives its guesses so far a joint probability below this:
         a further guess costs time and would hardly be reached. 0 always drafts the full depth.
-    packed
-        Use packed weights where they can be, as the engine does.
+    precision
+        That of the head's products on a CPU. Guesses need not be exact, so the default is
+        bfloat16 where the processor multiplies it, and float32 elsewhere.
 
-    In a chain under sampling, guesses are drawn from the head's distribution with the target's
-    temperature, top-k and top-p; a tree's guesses are always the head's likeliest.
+    Attributes
+    ----------
+    precision
+        In which the head's products are done.
     """
 
     def __init__(
@@ -437,7 +443,7 @@ class HeadDrafter:
         top_k: int = 1,
         total: int | None = None,
         confidence: float = 0.0,
-        packed: bool = True,
+        precision: torch.dtype | None = None,
     ):
         if depth < 1 or top_k < 1 or (total is not None and total < 1):
             raise UserError(
@@ -455,8 +461,13 @@ class HeadDrafter:
         self.size = depth if top_k == 1 else total or depth * top_k
         self.boundaries = head.config.layers
         weight = head.fc.weight
-        can_pack = packed and weight.device.type == "cpu" and weight.dtype == torch.float32
-        self.linears = PackedLinears(head) if can_pack else None
+        if not packs(weight):
+            self.precision, self.linears = weight.dtype, None
+        else:
+            self.precision = precision or (
+                torch.bfloat16 if multiplies_bfloat16() else torch.float32
+            )
+            self.linears = PackedLinears(head, self.precision)
         self.cache = head.new_cache(1)
         self.hidden = weight.new_zeros(1, 1, head.config.d_model)
 

@@ -468,32 +468,38 @@ class PackedLinear:
 
     These are the operators that ``torch.compile`` uses for frozen weights on a CPU; called
     directly they need no compiler. A product is done on at least `rows` rows, because the kernel
-    for a single row is slower than the one for a few on some processors.
+    for a single row is slower than the one for a few on some processors, and in `precision`,
+    whatever that of its input and output: half as many bytes are read in half the time.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], rows: int):
-        weight = torch.cat([linear.weight.detach() for linear in linears])
+    def __init__(
+        self, linears: Sequence[nn.Linear], rows: int, precision: torch.dtype = torch.float32
+    ):
+        weight = torch.cat([linear.weight.detach() for linear in linears]).to(precision)
         biases = [linear.bias for linear in linears]
-        self.bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+        self.bias = (
+            None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(precision)
+        )
         self.weight, self.rows = torch.ops.mkldnn._reorder_linear_weight(weight), rows
+        self.precision = precision
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``, the layers' outputs side by side."""
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(-1, x.shape[-1]).to(self.precision)
         n = len(flat)
         if n < self.rows:
             flat = F.pad(flat, (0, 0, 0, self.rows - n))
         out = torch.ops.mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")
-        return out[:n].view(*x.shape[:-1], -1)
+        return out[:n].view(*x.shape[:-1], -1).to(x.dtype)
 
 
 class PackedLinears:
     """Packed copies of all ``nn.Linear`` in a module, to be used in their place for a while."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, precision: torch.dtype = torch.float32):
         linears = [m for m in module.modules() if type(m) is nn.Linear]
-        rows = fastest_rows(max((m.weight for m in linears), key=Tensor.numel))
-        self.packed = [(linear, PackedLinear([linear], rows)) for linear in linears]
+        rows = fastest_rows(max((m.weight for m in linears), key=Tensor.numel), precision)
+        self.packed = [(linear, PackedLinear([linear], rows, precision)) for linear in linears]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -507,31 +513,39 @@ class PackedLinears:
                 del linear.forward
 
 
-_FASTEST: dict[torch.Size, int] = {}
+_FASTEST: dict[tuple[torch.Size, torch.dtype], int] = {}
 
 
-def fastest_rows(weight: Tensor) -> int:
+def fastest_rows(weight: Tensor, precision: torch.dtype = torch.float32) -> int:
     """How many rows make one row fastest: 1, 2 or 4, measured once for a shape of weight."""
-    if weight.shape not in _FASTEST:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    kind = weight.shape, precision
+    if kind not in _FASTEST:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(precision))
         seconds: dict[int, list[float]] = {1: [], 2: [], 4: []}
         for _ in range(9):
             for rows, times in seconds.items():
-                x = torch.ones(rows, weight.shape[1])
+                x = torch.ones(rows, weight.shape[1], dtype=precision)
                 start = time.perf_counter()
                 torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
                 times.append(time.perf_counter() - start)
         medians = {rows: statistics.median(times) for rows, times in seconds.items()}
         best = min(medians, key=medians.__getitem__)
-        _FASTEST[weight.shape] = best if medians[best] < 0.95 * medians[1] else 1
-    return _FASTEST[weight.shape]
+        _FASTEST[kind] = best if medians[best] < 0.95 * medians[1] else 1
+    return _FASTEST[kind]
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether weights like this one can be packed: in float32 on a CPU for which torch has oneDNN.
+
+    Builds for Apple's processors come without it.
+    """
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return on_cpu and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def _can_pack(target: Target) -> bool:
     """Whether packed weights can be used, and a second copy of the weights fits in memory."""
-    if target.device.type != "cpu" or target.dtype != torch.float32:
-        return False
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    if not packs(target.output_matrix.weight):
         return False
     needed = sum(p.numel() * p.element_size() for p in target.model.parameters())
     try:

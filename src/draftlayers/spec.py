@@ -286,6 +286,15 @@ def device_name() -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has bfloat16 products of its own (AVX512-BF16 or AMX)."""
+    import torch
+
+    # Older releases of torch do not tell.
+    tell = getattr(torch.cpu, "get_capabilities", dict)
+    return any(tell().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
 def run_folder(spec: RunSpec, root: Path | None = None) -> Path:
     """Where a run lives, whether it exists or not; see ``Run``."""
     root = root or Path(os.environ.get("DRAFTLAYERS_RUNS", PROJECT / "runs"))

@@ -357,6 +357,22 @@ def measure_passes(
     return {n: statistics.median(times) for n, times in seconds.items()}
 
 
+def free_guesses(passes: Mapping[int, float], slack: float = 0.1) -> int:
+    """How many guesses a pass verifies for the price of a plain step, or `slack` more.
+
+    Parameters
+    ----------
+    passes
+        From ``measure_passes``. Sizes that were not measured count as too dear.
+    """
+    free = 0
+    for n in sorted(passes):
+        if passes[n] > (1 + slack) * passes[1]:
+            break
+        free = n - 1
+    return free
+
+
 def measure_costs(
     engine: Engine,
     drafters: Mapping[str, HeadDrafter],
@@ -451,16 +467,19 @@ class Device:
         reading = parameters * bytes_per_parameter / self.bandwidth
         return max(reading, 2 * parameters * tokens / self.flops) + self.overhead
 
-    def costs(
-        self, target_parameters: int, head_parameters: int, bytes_per_parameter: int, depth: int
-    ) -> Costs:
-        """Costs of decoding here, with a head that is read once for every guess."""
-        head = self.pass_seconds(head_parameters, bytes_per_parameter, 1)
-        passes = {
-            n: self.pass_seconds(target_parameters, bytes_per_parameter, n)
-            for n in range(1, depth + 2)
-        }
-        return Costs(passes=passes, draft_first=head, draft_next=head, rest=(0.0, 0.0))
+    def costs(self, target: tuple[int, int], head: tuple[int, int], depth: int) -> Costs:
+        """Costs of decoding here, with a head that is read once for every guess.
+
+        Parameters
+        ----------
+        target, head
+            Parameters that a pass multiplies by, and bytes of each.
+        depth
+            Guesses of a chain.
+        """
+        guess = self.pass_seconds(*head, 1)
+        passes = {n: self.pass_seconds(*target, n) for n in range(1, depth + 2)}
+        return Costs(passes=passes, draft_first=guess, draft_next=guess, rest=(0.0, 0.0))
 
 
 def weights_read(module: torch.nn.Module) -> int:

@@ -46,7 +46,14 @@ from draftlayers.head import (
     start_at_random,
     start_from_target,
 )
-from draftlayers.spec import Run, RunSpec, UserError, fingerprint, write_atomically
+from draftlayers.spec import (
+    Run,
+    RunSpec,
+    UserError,
+    fingerprint,
+    multiplies_bfloat16,
+    write_atomically,
+)
 from draftlayers.states import collect, join_processes
 
 if TYPE_CHECKING:
@@ -697,13 +704,6 @@ def autocast(head: DraftHead) -> torch.autocast:
     """bfloat16 arithmetic where the device multiplies it natively; elsewhere it is slower."""
     device = head.fc.weight.device.type
     return torch.autocast(device, torch.bfloat16, enabled=device == "cuda" or multiplies_bfloat16())
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this processor has bfloat16 products (AVX512-BF16 or AMX), twice as fast here."""
-    # Older releases of torch do not tell.
-    tell = getattr(torch.cpu, "get_capabilities", dict)
-    return any(tell().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 @dataclass(frozen=True)
