@@ -5,19 +5,22 @@
 Runs on the corpus, the states and the layers of a run whose chapters 1 to 5 are done; what the
 study trains lies in that run's ``heads`` folder, so a killed study goes on where it stopped, and
 parts named on the command line can be trained by several processes side by side. Without a name
-everything is trained, the head of all answers decodes, and the record is written. The parts are
-heads that read the default rule's layers:
+everything is trained, the heads of all answers decode, and the record is written. The parts:
 
-``whole``
-    the run's own, on all answers, as the profile has it;
+``default``, ``chosen``
+    the run's own heads of the default rule's layers and of the chosen ones, on all answers, as the
+    profile has it;
+``seeds``
+    heads of both on an eighth of the answers and for fewer epochs, from several seeds;
 ``answers``
-    on shares of the training answers;
+    heads of the default rule's layers on shares of the training answers;
 ``choices``
-    on an eighth of the answers and for fewer epochs, with one choice changed each time.
+    likewise on an eighth of the answers, with one choice of the training changed each time.
 
 The record's ``decoding`` holds acceptance lengths in real greedy decoding on our held-out prompts
 and, with ``--spec-bench question.jsonl``, on Spec-Bench's questions (first turns): the target's own
-token counts, pooled over passes, 95 percent bootstrap intervals over prompts.
+token counts, pooled over passes, 95 percent bootstrap intervals over prompts, paired for the
+difference of the two heads.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from draftlayers.decoding import Decoded, HeadDrafter, acceptance_length
 from draftlayers.engine import Engine
 from draftlayers.head import DraftHead
 from draftlayers.spec import DATA, Run, RunSpec, fingerprint
-from draftlayers.speed import compare, measure
+from draftlayers.speed import compare, interval, measure
 from draftlayers.targets import Target, load_target
 from draftlayers.training import (
     TrainedHead,
@@ -52,13 +55,15 @@ from draftlayers.training import (
 )
 
 SHARES = (1 / 16, 1 / 4)
-CHOICE_SHARE, CHOICE_EPOCHS = 1 / 8, 2.0
+CHOICE_SHARE, CHOICE_EPOCHS, SEEDS = 1 / 8, 2.0, 3
 
 
 class Part(StrEnum):
     """Groups of heads that can be trained apart."""
 
-    WHOLE = "whole"
+    DEFAULT = "default"
+    CHOSEN = "chosen"
+    SEEDS = "seeds"
     ANSWERS = "answers"
     CHOICES = "choices"
 
@@ -105,51 +110,82 @@ def record_of(trained: TrainedHead, data: TrainingData) -> dict[str, Any]:
 
 
 def decode_all(
-    engine: Engine, drafter: HeadDrafter, prompts: list[Prompt], run: Run
+    engine: Engine, drafters: dict[str, HeadDrafter], prompts: list[Prompt], run: Run
 ) -> dict[str, Any]:
-    """Acceptance length on prompts, overall and by kind, outputs checked."""
+    """Acceptance lengths of the heads on prompts, overall and by kind, outputs checked."""
     spec = run.spec
     rendered = [(p.kind, engine.target.render(p.turns[:1])) for p in prompts]
     usable = [(kind, ids) for kind, ids in rendered if len(ids) <= spec.max_prompt_tokens]
-    measured = measure(
-        engine, [ids for _, ids in usable], {"head": drafter}, spec.decode_tokens, say=say
-    )
-    found = compare(measured)["head"]
-    runs: dict[str, list[Decoded]] = {}
-    for (kind, _), repeats in zip(usable, measured.runs["head"], strict=True):
-        runs.setdefault(kind, []).append(repeats[0])
-    return {
+    measured = measure(engine, [ids for _, ids in usable], drafters, spec.decode_tokens, say=say)
+    table = compare(measured)
+    answers = {name: [repeats[0] for repeats in measured.runs[name]] for name in drafters}
+    record: dict[str, Any] = {
         "prompts": len(usable),
         "left_out_as_too_long": len(prompts) - len(usable),
-        "identical_to_plain": round(found["identical"] * len(usable)),
-        **{key: found[key] for key in ("tau", "tau_interval", "alpha")},
-        "by_kind": {kind: acceptance_length(runs[kind]) for kind in sorted(runs)},
+        "heads": {},
     }
+    for name, decoded in answers.items():
+        kinds: dict[str, list[Decoded]] = {}
+        for (kind, _), answer in zip(usable, decoded, strict=True):
+            kinds.setdefault(kind, []).append(answer)
+        record["heads"][name] = {
+            "identical_to_plain": round(table[name]["identical"] * len(usable)),
+            **{key: table[name][key] for key in ("tau", "tau_interval", "alpha")},
+            "by_kind": {kind: acceptance_length(kinds[kind]) for kind in sorted(kinds)},
+        }
+
+    def ahead(index: torch.Tensor) -> float:
+        some = {name: [decoded[i] for i in index] for name, decoded in answers.items()}
+        return acceptance_length(some["chosen"]) - acceptance_length(some["default"])
+
+    if "chosen" in answers:
+        record["chosen_minus_default"] = ahead(torch.arange(len(usable)))
+        record["chosen_minus_default_interval"] = interval(ahead, len(usable), spec.bootstrap)
+    return record
 
 
-def study(run: Run, target: Target, parts: list[Part]) -> tuple[dict[str, Any], DraftHead | None]:
-    """Train what is not trained yet; return the record so far and the head of all answers."""
+def study(
+    run: Run, target: Target, parts: list[Part]
+) -> tuple[dict[str, Any], dict[str, DraftHead]]:
+    """Train what is not trained yet; return the record so far and the heads of all answers."""
     corpus = load_corpus(target, run, say)
     data = prepare(run, target, corpus, say)
     settings, seed = TrainingSettings.from_spec(run.spec), run.spec.seed
-    layers = planned_sets(run)["default"]
+    sets = planned_sets(run)
 
     def train(
-        name: str, data: TrainingData, settings: TrainingSettings, folder: Path | None = None
+        name: str,
+        data: TrainingData,
+        settings: TrainingSettings,
+        folder: Path | None = None,
+        layers: tuple[int, ...] = sets["default"],
+        seed: int = seed,
     ) -> TrainedHead:
         place = folder or run.path("heads", f"study-{fingerprint(name)}")
         progress: Callable[[str], None] = lambda text: say(f"{name}: {text}")  # noqa: E731
         return train_head(data, layers, target, settings, seed, place, progress)
 
     record: dict[str, Any] = {
-        "layers": list(layers),
+        "sets": {name: list(layers) for name, layers in sets.items()},
         "settings": vars(settings),
         "draft_vocab": len(data.vocabulary),
+        "whole": {},
     }
-    head = None
-    if Part.WHOLE in parts:
-        trained = train("all answers", data, settings, head_folder(run, layers, seed))
-        record["whole"], head = record_of(trained, data), trained.head
+    heads = {}
+    for name, layers in sets.items():
+        if name in parts:
+            place = head_folder(run, layers, seed)
+            trained = train(f"{name}, all answers", data, settings, place, layers)
+            record["whole"][name], heads[name] = record_of(trained, data), trained.head
+    if Part.SEEDS in parts:
+        part, fewer = part_of(data, CHOICE_SHARE), replace(settings, epochs=CHOICE_EPOCHS)
+        record["seeds"] = {
+            name: [
+                record_of(train(f"{name}, seed {s}", part, fewer, None, layers, s), part)
+                for s in range(seed, seed + SEEDS)
+            ]
+            for name, layers in sets.items()
+        }
     if Part.ANSWERS in parts:
         parts_of_data = {share: part_of(data, share) for share in SHARES}
         record["answers"] = [
@@ -162,7 +198,7 @@ def study(run: Run, target: Target, parts: list[Part]) -> tuple[dict[str, Any], 
             name: record_of(train(name, part, changed), part)
             for name, changed in choices(settings).items()
         }
-    return record, head
+    return record, heads
 
 
 def main(
@@ -181,16 +217,17 @@ def main(
     run.results("05-selection")
     asked = read_prompts(spec_bench) if spec_bench else []
     target = load_target(model, say=say)
-    record, head = study(run, target, parts or list(Part))
+    record, heads = study(run, target, parts or list(Part))
     if parts:
         return
-    engine, drafter = Engine(target), HeadDrafter(head, run.spec.depth)
+    engine = Engine(target)
+    drafters = {name: HeadDrafter(head, run.spec.depth) for name, head in heads.items()}
     held_out = balanced(read_prompts(DATA / "prompts" / "heldout.jsonl"))
     prompts = {"ours": held_out[: run.spec.heldout_prompts]}
     if asked:
         prompts["Spec-Bench"] = asked[:: max(1, len(asked) // questions)]
     record["decoding"] = {
-        name: decode_all(engine, drafter, some, run) for name, some in prompts.items()
+        name: decode_all(engine, drafters, some, run) for name, some in prompts.items()
     }
     record["setting"] = {
         "model": model,

@@ -87,6 +87,24 @@ def test_which_way_a_pass_is_run(architecture: str, lean: bool) -> None:
     assert engine.way.startswith("lean" if lean else "Hugging Face")
 
 
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="no bfloat16 products here")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+def test_packed_passes_in_bfloat16(architecture: str) -> None:
+    """No further from the float32 model than the bfloat16 model itself is, but for rounding."""
+    target = tiny_target(architecture=architecture)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        exact = target.model(ids).logits[0, -1]
+        target.model.to(torch.bfloat16)
+        own = target.model(ids).logits[0, -1].float()
+    engine = Engine(target)
+    assert engine.packed and engine.way.endswith("packed weights")
+    with engine.session(20, (2, 5)):
+        logits, states = engine.prefill(PROMPT)
+    assert logits.dtype == torch.float32 and states.dtype == torch.bfloat16
+    assert (logits - exact).norm() < 2 * (own - exact).norm()
+
+
 def test_a_lean_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Granite's parts look like Llama's, but it scales its residual stream."""
     monkeypatch.setattr(LlamaPass, "fits", staticmethod(lambda target: True))

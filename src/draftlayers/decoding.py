@@ -465,7 +465,7 @@ class HeadDrafter:
             self.precision, self.linears = weight.dtype, None
         else:
             self.precision = precision or (
-                torch.bfloat16 if multiplies_bfloat16() else torch.float32
+                torch.bfloat16 if multiplies_bfloat16() else weight.dtype
             )
             self.linears = PackedLinears(head, self.precision)
         self.cache = head.new_cache(1)

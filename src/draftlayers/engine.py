@@ -8,7 +8,7 @@ values of the accepted tokens and drops the others. What to draft and what to ac
 Small batches on a CPU are why this module exists. A pass over six tokens reads the same weights as
 a pass over one and should cost about the same, but an ordinary matrix product of so few rows does
 not come near the speed of memory. Weights that oneDNN has laid out once for its own kernels do, so
-in float32 on a CPU the engine packs them (the model itself stays as it is, and memory for weights
+on a CPU the engine packs them (the model itself stays as it is, and memory for weights
 doubles). Decoders of Llama's shape also get a pass of their own with few operations per layer; it
 is compared with the Hugging Face model before it is used. On CUDA a pass of fixed size is captured
 once as a CUDA graph and replayed.
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftlayers.spec import UserError
+from draftlayers.spec import UserError, multiplies_bfloat16
 from draftlayers.targets import Target
 
 PREFILL = 256  # prompt tokens of one pass, which bounds the memory of its attention mask
@@ -46,7 +46,8 @@ class Engine:
     target
         The model to run.
     packed
-        Use packed weights where they can be: in float32 on a CPU, when memory allows.
+        Use packed weights where they can be: on a CPU that multiplies the target's precision,
+        when memory allows.
 
     Attributes
     ----------
@@ -260,7 +261,7 @@ class HuggingFacePass:
 
     def __init__(self, target: Target, packed: bool):
         self.target, self.windows = target, _windows(target.config)
-        self.linears = PackedLinears(target.model) if packed else None
+        self.linears = PackedLinears(target.model, target.dtype) if packed else None
         self.way = "Hugging Face decoder" + (", packed weights" if packed else "")
         self.boundaries: tuple[int, ...] = ()
         self.states: dict[int, Tensor] = {}
@@ -378,15 +379,15 @@ class LlamaPass:
         self.head_dim = getattr(config, "head_dim", None) or (
             target.d_model // config.num_attention_heads
         )
-        rows = fastest_rows(target.output_matrix.weight)
-        self.unembed = PackedLinear([target.output_matrix], rows)
+        rows, dtype = fastest_rows(target.output_matrix.weight, target.dtype), target.dtype
+        self.unembed = PackedLinear([target.output_matrix], rows, dtype)
         self.layers = [
             (
                 layer,
-                PackedLinear([getattr(layer.self_attn, f"{x}_proj") for x in "qkv"], rows),
-                PackedLinear([layer.self_attn.o_proj], rows),
-                PackedLinear([layer.mlp.gate_proj, layer.mlp.up_proj], rows),
-                PackedLinear([layer.mlp.down_proj], rows),
+                PackedLinear([getattr(layer.self_attn, f"{x}_proj") for x in "qkv"], rows, dtype),
+                PackedLinear([layer.self_attn.o_proj], rows, dtype),
+                PackedLinear([layer.mlp.gate_proj, layer.mlp.up_proj], rows, dtype),
+                PackedLinear([layer.mlp.down_proj], rows, dtype),
             )
             for layer in target.layers
         ]
@@ -415,7 +416,8 @@ class LlamaPass:
         self.boundaries = tuple(sorted(boundaries))
         if len(self.cos) < capacity:
             positions = torch.arange(1 << (capacity - 1).bit_length())
-            cos, sin = self.target.decoder.rotary_emb(torch.empty(0), positions[None])
+            like = torch.empty(0, dtype=self.target.dtype)
+            cos, sin = self.target.decoder.rotary_emb(like, positions[None])
             self.cos = cos[0, :, None]
             # The minus of "rotate half" goes into the table once, not into every pass.
             self.sin = torch.cat((-sin[0, :, None, : sin.shape[-1] // 2],
@@ -429,7 +431,8 @@ class LlamaPass:
         cos, sin, half = self.cos[positions], self.sin[positions], self.head_dim // 2
         mask = None
         if n > 1:
-            mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+            mask = torch.zeros(visible.shape, dtype=self.target.dtype)
+            mask.masked_fill_(~visible, float("-inf"))
             mask = mask.repeat(groups, 1)
         states = {}
         x = self.target.embed_tokens(tokens)
@@ -458,7 +461,7 @@ class LlamaPass:
             gate, up = gate_up(_rms_norm(x, layer.post_attention_layernorm)).chunk(2, dim=-1)
             x = x + down(layer.mlp.act_fn(gate) * up)
         states[len(self.layers)] = x
-        logits = self.unembed(_rms_norm(x[-rows:], self.target.final_norm))
+        logits = self.unembed(_rms_norm(x[-rows:], self.target.final_norm)).float()
         wanted = [states[b] for b in self.boundaries]
         return logits, torch.cat(wanted, dim=-1) if wanted else None
 
@@ -535,12 +538,14 @@ def fastest_rows(weight: Tensor, precision: torch.dtype = torch.float32) -> int:
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether weights like this one can be packed: in float32 on a CPU for which torch has oneDNN.
+    """Whether weights like this one can be packed: on a CPU that multiplies their precision.
 
-    Builds for Apple's processors come without it.
+    And with oneDNN in torch, which builds for Apple's processors come without.
     """
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return on_cpu and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    native = weight.dtype == torch.float32
+    native |= weight.dtype == torch.bfloat16 and multiplies_bfloat16()
+    on_cpu = weight.device.type == "cpu"
+    return on_cpu and native and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def _can_pack(target: Target) -> bool:

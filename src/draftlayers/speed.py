@@ -497,7 +497,7 @@ def probe_device(engine: Engine, rounds: int = 3) -> Device:
     if engine.packed:
         linear = torch.nn.Linear(1024, len(weight), bias=False)
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-        product = PackedLinear([linear], fastest_rows(weight))
+        product = PackedLinear([linear], fastest_rows(weight, weight.dtype), weight.dtype)
     else:
 
         def product(x: torch.Tensor) -> torch.Tensor:
