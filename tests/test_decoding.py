@@ -654,20 +654,20 @@ def test_counts() -> None:
 
 
 @pytest.mark.slow
-def test_real_target_on_at_least_480_prompts() -> None:
+def test_real_target_on_480_prompts() -> None:
     """Token-identical to plain decoding in float32 on Spec-Bench's questions, or on ours.
 
-    Takes a quarter of an hour on two cores; ``DRAFTLAYERS_DECODE_PROMPTS`` limits the prompts.
+    Takes half an hour on one core; ``DRAFTLAYERS_DECODE_PROMPTS`` limits the prompts.
     """
-    from draftlayers.corpus import read_prompts
+    from draftlayers.corpus import balanced, read_prompts
     from draftlayers.spec import DATA, PROJECT
     from draftlayers.targets import load_target
 
     spec_bench = PROJECT.parent / "shared" / "data" / "spec_bench_question.jsonl"
     paths = [spec_bench] if spec_bench.exists() else sorted((DATA / "prompts").glob("*.jsonl"))
-    prompts = [prompt for path in paths for prompt in read_prompts(path)]
-    assert len(prompts) >= 480
-    prompts = prompts[: int(os.environ.get("DRAFTLAYERS_DECODE_PROMPTS", len(prompts)))]
+    prompts = balanced([prompt for path in paths for prompt in read_prompts(path)])[:480]
+    assert len(prompts) == 480
+    prompts = prompts[: int(os.environ.get("DRAFTLAYERS_DECODE_PROMPTS", 480))]
     target = load_target("smollm2-135m", "cpu", torch.float32)
     engine = Engine(target)
     config = HeadConfig.for_target(target, (2, 15, 27), 4000)
@@ -687,6 +687,8 @@ def test_real_target_on_at_least_480_prompts() -> None:
             assert run.tokens == plain.tokens, prompt.id
             if drafter is tree:
                 taus.append(acceptance_length([run]))
+        if i % 40 == 39:
+            print(f"{i + 1} of {len(prompts)} prompts identical", flush=True)
     assert sum(taus) / len(taus) > 2  # long runs were accepted, not only single tokens
 
 
