@@ -165,7 +165,8 @@ def test_passes_give_the_states_of_boundaries(
         engine.keep([0, 1])
         assert engine.length == len(PROMPT) + 2
     if fixed:
-        assert sorted(engine._pass.graphs) == [2, 4]  # 2 tokens, and 3 filled up
+        # 2 tokens, and 3 filled up.
+        assert sorted(engine._pass.graphs) == [(boundaries, 2), (boundaries, 4)]
     ids = torch.tensor([[*PROMPT, *more.tolist()]])
     with torch.no_grad(), target.capture(boundaries) as own:
         expected = target.model(ids).logits[0]
@@ -173,6 +174,32 @@ def test_passes_give_the_states_of_boundaries(
     torch.testing.assert_close(after, expected[len(PROMPT) :], atol=1e-3, rtol=1e-3)
     wanted = torch.cat([own[b][0] for b in boundaries], dim=-1)
     torch.testing.assert_close(torch.cat([states, new_states]), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_methods_that_take_turns_record_their_passes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph recorded anew at every change of the method would be timed as decoding."""
+    recorded = []
+
+    class Counted(Replayed):
+        def __init__(self, run, inputs):
+            recorded.append(len(inputs[0]))
+            super().__init__(run, inputs)
+
+    monkeypatch.setattr("draftlayers.engine.GraphedPass", Counted)
+    engine = Engine(tiny_target())
+    engine._pass = HuggingFacePass(engine.target, packed=False)
+    engine._pass.graphed = engine.kv.fixed = True
+    engine.kv.layers.clear()
+    for _ in range(3):
+        for boundaries in ((), (1, 4), (2,)):
+            with engine.session(20, boundaries, new=2):
+                engine.prefill(PROMPT)
+                logits, states = engine.forward(torch.tensor([3, 9]))
+            assert logits.shape[0] == 2
+            assert (states is None) == (not boundaries)
+            if boundaries:
+                assert states.shape == (2, len(boundaries) * engine.target.d_model)
+    assert recorded == [2, 2, 2]
 
 
 def test_the_cache_grows_when_asked_for_more() -> None:

@@ -265,7 +265,8 @@ class HuggingFacePass:
         self.way = "Hugging Face decoder" + (", packed weights" if packed else "")
         self.boundaries: tuple[int, ...] = ()
         self.states: dict[int, Tensor] = {}
-        self.graphs: dict[int, GraphedPass] = {}
+        # By boundaries and size, so that methods which take turns need not record again.
+        self.graphs: dict[tuple[tuple[int, ...], int], GraphedPass] = {}
         # A graph lives on one device and never looks at a value to decide what to do.
         devices = {p.device for p in target.model.parameters()}
         self.graphed = target.device.type == "cuda" and len(devices) == 1
@@ -276,12 +277,9 @@ class HuggingFacePass:
 
     @contextmanager
     def session(self, capacity: int, boundaries: Sequence[int]) -> Iterator[None]:
-        wanted = tuple(sorted(boundaries))
-        if wanted != self.boundaries:
-            self.graphs.clear()
-        self.boundaries = wanted
+        self.boundaries = tuple(sorted(boundaries))
         packed = self.linears.installed() if self.linears else nullcontext()
-        with packed, self.target.capture(wanted) as self.states:
+        with packed, self.target.capture(self.boundaries) as self.states:
             yield
 
     def __call__(
@@ -300,9 +298,10 @@ class HuggingFacePass:
         if kv.capacity != self.capacity:  # the buffers were allocated anew
             self.graphs.clear()
             self.capacity = kv.capacity
-        if size not in self.graphs:
-            self.graphs[size] = GraphedPass(lambda static: self._run(static, kv, size), inputs)
-        logits, states = self.graphs[size](inputs)
+        kind = self.boundaries, size
+        if kind not in self.graphs:
+            self.graphs[kind] = GraphedPass(lambda static: self._run(static, kv, size), inputs)
+        logits, states = self.graphs[kind](inputs)
         return logits[:n], None if states is None else states[:n]
 
     def _run(self, inputs: list[Tensor], kv: KVCache, rows: int) -> tuple[Tensor, Tensor | None]:

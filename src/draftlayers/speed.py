@@ -98,6 +98,10 @@ def measure(
     """
     methods = {PLAIN: None, **methods}
     names = list(methods)
+    # Room for the longest sequence, so that no method has to make it while it is timed.
+    guesses = max(drafter.size if drafter else 0 for drafter in methods.values())
+    with engine.session(max(map(len, prompts)) + max_new_tokens, new=1 + guesses):
+        pass
     for name in names:
         decode(engine, prompts[0], min(max_new_tokens, 12), methods[name])
     runs: dict[str, list[list[Decoded]]] = {name: [[] for _ in prompts] for name in names}
