@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from test_decoding import PROMPT, Oracle, build, random_head
 from draftlayers import speed
 from draftlayers.decoding import Decoded, Draft, HeadDrafter, acceptance_rates, decode
 from draftlayers.engine import Engine
+from draftlayers.spec import PROJECT
 from draftlayers.speed import (
     PLAIN,
     Costs,
@@ -247,3 +251,21 @@ def test_weights_read_counts_products(engine: Engine) -> None:
 def test_the_device_is_probed(engine: Engine) -> None:
     device = probe_device(engine, rounds=1)
     assert 1e8 < device.bandwidth < 1e14 and 1e8 < device.flops < 1e16
+
+
+def test_the_benchmark_of_decoding_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PROJECT / "benchmarks")
+    benchmark = importlib.import_module("decoding")
+    result = tmp_path / "decoding.json"
+    benchmark.main(
+        str(result), model="tiny", dtype=None, head=None, prompts=2, tokens=8, depth=3, repeats=1
+    )
+    found = json.loads(result.read_text())
+    assert set(found["identical"].values()) == {1.0}
+    for name in ("verify6_over_decode", "plain_over_hf", "spec_over_plain", "chain_over_plain"):
+        assert 0.01 < found[name] < 100
+    for name in ("plain_over_hf", "spec_over_plain", "chain_over_plain"):
+        low, high = found[f"{name}_interval"]
+        assert low <= found[name] <= high
+    assert found["startup_seconds"]["first_answer"].keys() == found["tokens_per_second"].keys()
+    assert found["setting"]["head"].startswith("untrained") and found["device"]
