@@ -48,6 +48,7 @@ from draftlayers.training import (
     TrainedHead,
     TrainingData,
     TrainingSettings,
+    answer_rows,
     head_folder,
     planned_sets,
     prepare,
@@ -91,15 +92,10 @@ def choices(settings: TrainingSettings) -> dict[str, TrainingSettings]:
     }
 
 
-def answer_tokens(data: TrainingData) -> int:
-    rows = data.store.meta["answer"] & torch.isin(data.store.meta["sequence"], data.train)
-    return int(rows.sum())
-
-
 def record_of(trained: TrainedHead, data: TrainingData) -> dict[str, Any]:
     """What the record keeps of a training."""
     return {
-        "train_answer_tokens": answer_tokens(data),
+        "train_answer_tokens": int(answer_rows(data.store, data.train).sum()),
         "updates": trained.history[-1]["update"],
         **{key: trained.best[key] for key in ("update", "loss", "acceptance", "tau")},
         "history": [

@@ -174,14 +174,18 @@ class TrainingData:
     @classmethod
     def split(cls, store: StateStore, validation: int, draft_vocab: int) -> TrainingData:
         """Keep the last `validation` conversations apart; count the vocabulary on the others."""
-        sequence = store.meta["sequence"]
-        ids = sequence.unique()
+        ids = store.meta["sequence"].unique()
         train, held_out = ids[:-validation], ids[-validation:]
-        answers = store.meta["answer"] & torch.isin(sequence, train)
+        answers = answer_rows(store, train)
         vocabulary = draft_vocabulary(
             store.top_ids[answers], store.top_logprobs[answers], draft_vocab
         )
         return cls(store, train, held_out, vocabulary)
+
+
+def answer_rows(store: StateStore, conversations: Tensor) -> Tensor:
+    """Which rows ``[n]`` of a store predict a token of the answers of these conversations."""
+    return store.meta["answer"] & torch.isin(store.meta["sequence"], conversations)
 
 
 def planned_sets(run: Run) -> dict[str, tuple[int, ...]]:
