@@ -226,7 +226,7 @@ def test_free_guesses_by_hand() -> None:
     assert free_guesses(COSTS.passes, slack=0.3) == 3
     assert free_guesses(COSTS.passes, slack=0.0) == 0
     assert free_guesses(COSTS.passes, slack=9.0) == 7
-    assert free_guesses({1: 1.0, 4: 1.5, 8: 1.05}) == 0  # a dear size is not jumped over
+    assert free_guesses({1: 1.0, 3: 1.5, 4: 1.05, 8: 2.0}) == 3  # rows in fours are cheap
 
 
 def test_roofline_by_hand() -> None:

@@ -367,14 +367,10 @@ def free_guesses(passes: Mapping[int, float], slack: float = 0.1) -> int:
     Parameters
     ----------
     passes
-        From ``measure_passes``. Sizes that were not measured count as too dear.
+        From ``measure_passes``. A dear size does not speak against a larger one: kernels are made
+        for some numbers of rows.
     """
-    free = 0
-    for n in sorted(passes):
-        if passes[n] > (1 + slack) * passes[1]:
-            break
-        free = n - 1
-    return free
+    return max(n for n in passes if passes[n] <= (1 + slack) * passes[1]) - 1
 
 
 def measure_costs(
