@@ -199,6 +199,7 @@ def main(
         "plain_over_hf_interval": hf_interval,
         "spec_over_plain": best,
         "spec_over_plain_interval": best_interval,
+        "spec_over_hf": ratio("tree", HF)[0],
         "chain_over_plain": long,
         "chain_over_plain_interval": long_interval,
         "tokens_per_second": {name: speed(name, whole) for name in names},
