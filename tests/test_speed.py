@@ -222,7 +222,8 @@ def test_costs_are_measured(engine: Engine) -> None:
 
 
 def test_free_guesses_by_hand() -> None:
-    assert free_guesses(COSTS.passes) == 1  # 1.1 for two tokens, 1.3 for four
+    assert free_guesses(COSTS.passes, slack=0.1) == 1  # 1.1 for two tokens, 1.3 for four
+    assert free_guesses(COSTS.passes) == 0
     assert free_guesses(COSTS.passes, slack=0.3) == 3
     assert free_guesses(COSTS.passes, slack=0.0) == 0
     assert free_guesses(COSTS.passes, slack=9.0) == 7

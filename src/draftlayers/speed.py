@@ -361,7 +361,7 @@ def measure_passes(
     return {n: statistics.median(times) for n, times in seconds.items()}
 
 
-def free_guesses(passes: Mapping[int, float], slack: float = 0.1) -> int:
+def free_guesses(passes: Mapping[int, float], slack: float = 0.05) -> int:
     """How many guesses a pass verifies for the price of a plain step, or `slack` more.
 
     Parameters
@@ -369,6 +369,9 @@ def free_guesses(passes: Mapping[int, float], slack: float = 0.1) -> int:
     passes
         From ``measure_passes``. A dear size does not speak against a larger one: kernels are made
         for some numbers of rows.
+    slack
+        Share of a plain step that rounding up the price may give away; the last guess of a tree
+        seldom wins more.
     """
     return max(n for n in passes if passes[n] <= (1 + slack) * passes[1]) - 1
 
