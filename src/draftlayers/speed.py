@@ -362,7 +362,7 @@ def measure_passes(
 
 
 def free_guesses(passes: Mapping[int, float], slack: float = 0.05) -> int:
-    """How many guesses a pass verifies for the price of a plain step, or `slack` more.
+    """How many guesses a pass verifies for about the price of one token.
 
     Parameters
     ----------
@@ -370,7 +370,7 @@ def free_guesses(passes: Mapping[int, float], slack: float = 0.05) -> int:
         From ``measure_passes``. A dear size does not speak against a larger one: kernels are made
         for some numbers of rows.
     slack
-        Share of a plain step that rounding up the price may give away; the last guess of a tree
+        How much dearer such a pass may be, as a share of a plain one; the last guess of a tree
         seldom wins more.
     """
     return max(n for n in passes if passes[n] <= (1 + slack) * passes[1]) - 1
