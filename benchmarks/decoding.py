@@ -138,8 +138,7 @@ def main(
     chosen = [ids for ids in rendered if len(ids) <= 320][-prompts:]
     context = max(chosen, key=len)
     sizes = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-    with engine.session(len(context) + tokens, new=max(sizes)):
-        pass  # room for all that follows, so that no method has to make it while it is timed
+    engine.reserve(len(context) + tokens, new=max(sizes))
     passes = measure_passes(engine, context, sizes, repeats=40)
     tree = HeadDrafter(draft_head, 2, top_k=3, total=max(2, free_guesses(passes)))
 

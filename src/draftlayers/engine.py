@@ -107,6 +107,11 @@ class Engine:
         with torch.no_grad(), self._pass.session(capacity, boundaries):
             yield
 
+    def reserve(self, capacity: int, new: int = 1) -> None:
+        """Make room for such sequences now, so that none has to while it is timed."""
+        with self.session(capacity, new=new):
+            pass
+
     def prefill(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Read a prompt: logits ``[V]`` after its last token, states ``[T, K*d]`` or None."""
         parts = []
@@ -261,7 +266,7 @@ class HuggingFacePass:
 
     def __init__(self, target: Target, packed: bool):
         self.target, self.windows = target, _windows(target.config)
-        self.linears = PackedLinears(target.model, target.dtype) if packed else None
+        self.linears = PackedLinears(target.model) if packed else None
         self.way = "Hugging Face decoder" + (", packed weights" if packed else "")
         self.boundaries: tuple[int, ...] = ()
         self.states: dict[int, Tensor] = {}
@@ -378,15 +383,15 @@ class LlamaPass:
         self.head_dim = getattr(config, "head_dim", None) or (
             target.d_model // config.num_attention_heads
         )
-        rows, dtype = fastest_rows(target.output_matrix.weight, target.dtype), target.dtype
-        self.unembed = PackedLinear([target.output_matrix], rows, dtype)
+        rows = fastest_rows(target.output_matrix.weight)
+        self.unembed = PackedLinear([target.output_matrix], rows)
         self.layers = [
             (
                 layer,
-                PackedLinear([getattr(layer.self_attn, f"{x}_proj") for x in "qkv"], rows, dtype),
-                PackedLinear([layer.self_attn.o_proj], rows, dtype),
-                PackedLinear([layer.mlp.gate_proj, layer.mlp.up_proj], rows, dtype),
-                PackedLinear([layer.mlp.down_proj], rows, dtype),
+                PackedLinear([getattr(layer.self_attn, f"{x}_proj") for x in "qkv"], rows),
+                PackedLinear([layer.self_attn.o_proj], rows),
+                PackedLinear([layer.mlp.gate_proj, layer.mlp.up_proj], rows),
+                PackedLinear([layer.mlp.down_proj], rows),
             )
             for layer in target.layers
         ]
@@ -470,20 +475,21 @@ class PackedLinear:
 
     These are the operators that ``torch.compile`` uses for frozen weights on a CPU; called
     directly they need no compiler. A product is done on at least `rows` rows, because the kernel
-    for a single row is slower than the one for a few on some processors, and in `precision`,
-    whatever that of its input and output: half as many bytes are read in half the time.
+    for a single row is slower than the one for a few on some processors, and in `precision`, by
+    default the weights' own: half as many bytes are read in half the time. Input and output keep
+    theirs.
     """
 
     def __init__(
-        self, linears: Sequence[nn.Linear], rows: int, precision: torch.dtype = torch.float32
+        self, linears: Sequence[nn.Linear], rows: int, precision: torch.dtype | None = None
     ):
         weight = torch.cat([linear.weight.detach() for linear in linears]).to(precision)
         biases = [linear.bias for linear in linears]
-        self.bias = (
-            None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(precision)
-        )
+        self.bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+        if self.bias is not None:
+            self.bias = self.bias.to(weight.dtype)
         self.weight, self.rows = torch.ops.mkldnn._reorder_linear_weight(weight), rows
-        self.precision = precision
+        self.precision = weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``, the layers' outputs side by side."""
@@ -498,7 +504,7 @@ class PackedLinear:
 class PackedLinears:
     """Packed copies of all ``nn.Linear`` in a module, to be used in their place for a while."""
 
-    def __init__(self, module: nn.Module, precision: torch.dtype = torch.float32):
+    def __init__(self, module: nn.Module, precision: torch.dtype | None = None):
         linears = [m for m in module.modules() if type(m) is nn.Linear]
         rows = fastest_rows(max((m.weight for m in linears), key=Tensor.numel), precision)
         self.packed = [(linear, PackedLinear([linear], rows, precision)) for linear in linears]
@@ -518,15 +524,15 @@ class PackedLinears:
 _FASTEST: dict[tuple[torch.Size, torch.dtype], int] = {}
 
 
-def fastest_rows(weight: Tensor, precision: torch.dtype = torch.float32) -> int:
+def fastest_rows(weight: Tensor, precision: torch.dtype | None = None) -> int:
     """How many rows make one row fastest: 1, 2 or 4, measured once for a shape of weight."""
-    kind = weight.shape, precision
+    kind = weight.shape, precision or weight.dtype
     if kind not in _FASTEST:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(precision))
         seconds: dict[int, list[float]] = {1: [], 2: [], 4: []}
         for _ in range(9):
             for rows, times in seconds.items():
-                x = torch.ones(rows, weight.shape[1], dtype=precision)
+                x = torch.ones(rows, weight.shape[1], dtype=packed.dtype)
                 start = time.perf_counter()
                 torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
                 times.append(time.perf_counter() - start)

@@ -98,10 +98,8 @@ def measure(
     """
     methods = {PLAIN: None, **methods}
     names = list(methods)
-    # Room for the longest sequence, so that no method has to make it while it is timed.
     guesses = max(drafter.size if drafter else 0 for drafter in methods.values())
-    with engine.session(max(map(len, prompts)) + max_new_tokens, new=1 + guesses):
-        pass
+    engine.reserve(max(map(len, prompts)) + max_new_tokens, new=1 + guesses)
     for name in names:
         decode(engine, prompts[0], min(max_new_tokens, 12), methods[name])
     runs: dict[str, list[list[Decoded]]] = {name: [[] for _ in prompts] for name in names}
@@ -500,7 +498,7 @@ def probe_device(engine: Engine, rounds: int = 3) -> Device:
     if engine.packed:
         linear = torch.nn.Linear(1024, len(weight), bias=False)
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-        product = PackedLinear([linear], fastest_rows(weight, weight.dtype), weight.dtype)
+        product = PackedLinear([linear], fastest_rows(weight))
     else:
 
         def product(x: torch.Tensor) -> torch.Tensor:
