@@ -215,6 +215,9 @@ def main(
         "rest_ms": 1000 * costs.rest[1],
         "identical": {name: 1 - len(differences[name]) / answers[name] for name in names},
         "differences": {name: found for name, found in differences.items() if found},
+        "largest_gap": {
+            name: max((d["gap"] for d in found), default=0.0) for name, found in differences.items()
+        },
         "startup_seconds": {
             "load_target": loaded - began,
             "prepare_engine": prepared - loaded,
