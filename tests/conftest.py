@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
+from draftlayers import current
 from draftlayers.spec import Run, RunSpec
 from draftlayers.targets import Target, tiny_target
 
@@ -31,3 +36,27 @@ def any_target(request: pytest.FixtureRequest) -> Target:
 @pytest.fixture
 def run(tmp_path) -> Run:
     return Run(RunSpec.make("tiny", "smoke"), tmp_path)
+
+
+class Source:
+    """A copy of the package's source in the place of the original, to be edited."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Replace a text that is there; the file's time moves on, however coarse the clock."""
+        path = self.folder / name
+        text = path.read_text(encoding="utf-8")
+        assert old in text, (name, old)
+        path.write_text(text.replace(old, new), encoding="utf-8")
+        then = path.stat().st_mtime_ns + 1_000_000
+        os.utime(path, ns=(then, then))
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> Source:
+    folder = tmp_path / "source" / "draftlayers"
+    shutil.copytree(current.SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(current, "SOURCE", folder)
+    return Source(folder)

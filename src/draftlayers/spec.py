@@ -1,30 +1,41 @@
 """What a run is: one typed description, and the folder that holds everything it makes.
 
 Used by every chapter. A ``RunSpec`` travels unchanged from the command line to the notebooks;
-a ``Run`` is that description together with its folder ``runs/<model>/<profile>/``. Nothing here
-knows what a chapter computes.
+a ``Run`` is that description together with its folder ``runs/<model>/<profile>/``. Opening a run
+reads and changes nothing; whoever writes holds the folder first (``Run.hold``). A run also notes
+what is read through it, which is how ``chapters`` knows later whether its results are current.
+Nothing here knows what a chapter computes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import hashlib
+import difflib
 import json
 import math
 import os
-import platform
-import re
+import reprlib
 import tempfile
 import time
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic.functional_validators import AfterValidator
 
-PROJECT = Path(__file__).resolve().parents[2]
-DATA = PROJECT / "data"
+from draftlayers.current import Reading, digest, file_digest, read_record, sizes, timeless
+from draftlayers.project import (
+    PROJECT,
+    UserError,
+    code_state,
+    versions,
+    write_atomically,
+)
+from draftlayers.weights import absolute, find_weights
+
 CHAPTERS = (
     "01-hidden-states",
     "02-entropy",
@@ -35,10 +46,16 @@ CHAPTERS = (
     "07-speedup",
 )
 Profile = Literal["smoke", "quick", "full"]
+FEWEST_ROWS = 64  # statistics of fewer positions are refused
+Count = Annotated[int, Field(le=10**9)]  # more is a slip of the keyboard
 
 
-class UserError(ValueError):
-    """A request that cannot be served, explained in a sentence a person can act on."""
+def _date(text: str) -> str:
+    """A date of the calendar as yyyy-mm-dd, and as nothing else."""
+    with contextlib.suppress(ValueError):
+        if datetime.date.fromisoformat(text).isoformat() == text:
+            return text
+    raise ValueError("should be a date of the calendar as yyyy-mm-dd")
 
 
 class RunSpec(BaseModel):
@@ -48,27 +65,30 @@ class RunSpec(BaseModel):
     given here. Build one with ``RunSpec.make``, which reports mistakes as ``UserError``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str = Field(min_length=1, description="target: a listed name, hub id, folder or GGUF")
     profile: Profile = Field("quick", description="how much work: smoke, quick or full")
-    seed: int = Field(0, ge=0, description="seed of everything random")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of everything random")
+    day: Annotated[str, AfterValidator(_date)] | None = Field(
+        None, description="date that chat templates print; null = the day on which the run began"
+    )
     trust_remote_code: bool = Field(False, description="run model code that comes from the hub")
 
-    train_conversations: int = Field(ge=2, description="conversations the heads learn from")
-    validation_conversations: int = Field(ge=1, description="conversations that pick the epoch")
-    generated_conversations: int = Field(
+    train_conversations: Count = Field(ge=2, description="conversations the heads learn from")
+    validation_conversations: Count = Field(ge=1, description="conversations that pick the epoch")
+    generated_conversations: Count = Field(
         ge=4, description="most conversations a target without shipped answers writes itself"
     )
-    heldout_prompts: int = Field(ge=1, description="prompts decoded in the speed chapter")
-    max_prompt_tokens: int = Field(ge=8, description="longer prompts are left out")
-    answer_tokens: int = Field(ge=8, description="tokens the target may answer with")
+    heldout_prompts: Count = Field(ge=1, description="prompts decoded in the speed chapter")
+    max_prompt_tokens: Count = Field(ge=8, description="longer prompts are left out")
+    answer_tokens: Count = Field(ge=8, description="tokens the target may answer with")
 
-    stat_tokens: int = Field(ge=64, description="positions collected at every boundary")
+    stat_tokens: Count = Field(ge=FEWEST_ROWS, description="positions collected at every boundary")
     entropy: Literal["logit_lens", "renyi2", "von_neumann", "coding_rate", "softmax"] = Field(
         "logit_lens", description="entropy definition that drives the selection"
     )
-    lens_tokens: int = Field(ge=16, description="positions used for logit-lens entropies")
+    lens_tokens: Count = Field(ge=16, description="positions used for logit-lens entropies")
     keep: float | None = Field(
         None, gt=0, le=1, description="share of positions kept by the filter; null = automatic"
     )
@@ -76,171 +96,170 @@ class RunSpec(BaseModel):
         0.9, gt=0, le=1, description="CKA under which a layer counts as different (greedy rule)"
     )
     k: int = Field(3, ge=1, le=8, description="layers the draft head reads")
-    bootstrap: int = Field(ge=10, description="bootstrap replicates over sequences")
+    bootstrap: int = Field(ge=10, le=10**5, description="bootstrap replicates over sequences")
 
-    head_epochs: float = Field(gt=0, description="passes over the training answers")
+    head_epochs: float = Field(ge=0.001, le=1000, description="passes over the training answers")
     ttt_steps: int = Field(ge=1, le=8, description="steps of the training-time test")
-    batch_tokens: int = Field(ge=32, description="tokens of a training batch")
-    learning_rate: float = Field(gt=0, lt=1, description="peak learning rate of AdamW")
-    draft_vocab: int = Field(ge=16, description="size of the draft vocabulary")
+    batch_tokens: Count = Field(ge=32, description="tokens of a training batch")
+    learning_rate: float = Field(ge=1e-9, lt=1, description="peak learning rate of AdamW")
+    draft_vocab: Count = Field(ge=16, description="size of the draft vocabulary")
     fc_norm: bool = Field(False, description="a norm for each input layer of the head")
     head_start: Literal["target", "random"] = Field(
         "target", description="start the head from the target's last layer, or at random"
     )
     train_lm_head: bool = Field(True, description="train the head's output matrix")
-    seeds: int = Field(ge=1, description="seeds for each main contender")
+    seeds: int = Field(ge=1, le=1000, description="seeds for each main contender")
 
     depth: int = Field(5, ge=1, le=16, description="tokens guessed in a chain")
-    decode_tokens: int = Field(ge=4, description="tokens decoded for each held-out prompt")
-    speed_repeats: int = Field(ge=1, description="timed repeats of each method")
+    decode_tokens: Count = Field(ge=4, description="tokens decoded for each held-out prompt")
+    speed_repeats: Count = Field(ge=1, description="timed repeats of each method")
 
     @classmethod
     def make(cls, model: str, profile: str = "quick", **overrides: Any) -> RunSpec:
-        """Build the spec of a profile with some fields replaced by typed values.
+        """Build the spec of a profile with some typed values replaced; see ``checked``."""
+        if profile not in PROFILES:
+            raise UserError(f"unknown profile {profile!r}; the profiles are {', '.join(PROFILES)}")
+        # A path is meant from where it is typed; chapters run elsewhere. No name is no path.
+        place = absolute(model) if model.strip() else ""
+        return cls.checked({"model": place, "profile": profile, **PROFILES[profile], **overrides})
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> RunSpec:
+        """Build the spec of all its values, checked each by itself and together.
 
         Raises
         ------
         UserError
-            When the profile or a field is unknown, or a value has the wrong type or range.
+            When a field is unknown, a value has the wrong type or range, or two contradict.
         """
-        if profile not in PROFILES:
-            raise UserError(f"unknown profile {profile!r}; the profiles are {', '.join(PROFILES)}")
-        values = {"model": model, "profile": profile, **PROFILES[profile], **overrides}
         try:
-            return cls.model_validate(values)
+            spec = cls.model_validate(dict(values))
         except ValidationError as err:
             raise UserError(_explain(err)) from None
+        rows = FEWEST_ROWS if spec.keep is None else round(spec.keep * spec.stat_tokens)
+        if rows < FEWEST_ROWS:
+            raise UserError(
+                f"parameter 'keep': {spec.keep:g} of {spec.stat_tokens} positions are {rows}, and "
+                f"statistics need at least {FEWEST_ROWS}; raise keep or stat_tokens"
+            )
+        train, validation = spec.train_conversations, spec.validation_conversations
+        if validation > train:
+            raise UserError(
+                f"validation_conversations={validation} exceeds train_conversations={train}"
+            )
+        return spec
 
     @classmethod
     def parse_overrides(cls, pairs: list[str]) -> dict[str, Any]:
         """Turn ``["k=4", "keep=0.5"]`` into typed values, checked by name and type.
 
+        The last of several values for one name counts. Where null is allowed, ``none`` and
+        ``auto`` mean it, too. Whether the values go together is checked by ``make``.
+
         Raises
         ------
         UserError
-            When a pair has no ``=``, the name is unknown, or the value has the wrong type.
+            When a pair has no name or value, the name is unknown, or the value has the wrong type.
         """
         texts: dict[str, str] = {}
         for pair in pairs:
-            name, sign, text = pair.partition("=")
-            if not sign:
-                raise UserError(f"parameter {pair!r} has no value; write it as name=value")
+            name, _, text = (part.strip() for part in pair.partition("="))
             if name in ("model", "profile"):
                 raise UserError(f"set the {name} with --{name}, not with -p")
-            texts[name.strip()] = text.strip()
-        base = {"model": "any", **PROFILES["quick"]}
-        strings = {name: str(value) for name, value in base.items() if name not in texts}
-        nulls = {n for n, t in texts.items() if t.lower() in ("null", "none", "auto")}
-        strings |= {name: text for name, text in texts.items() if name not in nulls}
+            if name and name not in cls.model_fields:
+                raise UserError(_unknown(name))
+            if not (name and text):
+                lack = "value" if name else "name"
+                raise UserError(f"parameter {_shown(pair)} has no {lack}; write it as name=value")
+            texts[name] = text
+        nulls = {
+            name
+            for name, text in texts.items()
+            if cls.model_fields[name].default is None and text.lower() in ("null", "none", "auto")
+        }
+        base = {"model": "any", **{name: str(value) for name, value in PROFILES["quick"].items()}}
+        strings = {name: text for name, text in (base | texts).items() if name not in nulls}
         try:
             parsed = cls.model_validate_strings(strings)
-            cls.model_validate({**base, **{name: None for name in nulls}})
         except ValidationError as err:
             raise UserError(_explain(err)) from None
-        return {name: None if name in nulls else getattr(parsed, name) for name in texts}
+        return {name: getattr(parsed, name) for name in texts}
 
     @property
     def overrides(self) -> dict[str, Any]:
         """The fields that differ from the profile's defaults."""
-        plain = RunSpec.make(self.model, self.profile).model_dump()
-        return {name: value for name, value in self.model_dump().items() if value != plain[name]}
+        values = self.model_dump()
+        plain = RunSpec.make(values["model"], values["profile"]).model_dump()
+        return {name: value for name, value in values.items() if value != plain[name]}
+
+
+class _NotedSpec(RunSpec):
+    """A spec that notes which of its parameters are read."""
+
+    _reading: Reading = PrivateAttr()
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in _PARAMETERS:
+            self._reading.parameters[name] = value
+        return value
+
+
+_PARAMETERS = frozenset(RunSpec.model_fields)
 
 
 # What "smoke", "quick" and "full" mean. "quick" is sized for 15 minutes on two CPU cores.
+_SIZES: dict[str, tuple[float, float, float]] = {
+    "train_conversations": (24, 240, 3200),
+    "validation_conversations": (6, 21, 70),
+    "generated_conversations": (30, 96, 3270),
+    "heldout_prompts": (7, 21, 84),
+    "max_prompt_tokens": (480, 320, 320),
+    "answer_tokens": (24, 128, 128),
+    "stat_tokens": (1500, 8000, 32000),
+    "lens_tokens": (256, 1024, 4096),
+    "bootstrap": (50, 200, 1000),
+    "head_epochs": (1.0, 3.0, 3.0),
+    "ttt_steps": (2, 3, 4),
+    "batch_tokens": (2048, 256, 256),
+    "learning_rate": (1e-3, 1e-3, 1e-3),
+    "draft_vocab": (256, 4000, 8000),
+    "seeds": (1, 1, 3),
+    "decode_tokens": (16, 48, 96),
+    "speed_repeats": (1, 1, 3),
+}
 PROFILES: dict[str, dict[str, Any]] = {
-    "smoke": {
-        "train_conversations": 24,
-        "validation_conversations": 6,
-        "generated_conversations": 30,
-        "heldout_prompts": 7,
-        "max_prompt_tokens": 480,
-        "answer_tokens": 24,
-        "stat_tokens": 1500,
-        "lens_tokens": 256,
-        "bootstrap": 50,
-        "head_epochs": 1.0,
-        "ttt_steps": 2,
-        "batch_tokens": 2048,
-        "learning_rate": 1e-3,
-        "draft_vocab": 256,
-        "seeds": 1,
-        "decode_tokens": 16,
-        "speed_repeats": 1,
-    },
-    "quick": {
-        "train_conversations": 240,
-        "validation_conversations": 21,
-        "generated_conversations": 96,
-        "heldout_prompts": 21,
-        "max_prompt_tokens": 320,
-        "answer_tokens": 128,
-        "stat_tokens": 8000,
-        "lens_tokens": 1024,
-        "bootstrap": 200,
-        "head_epochs": 3.0,
-        "ttt_steps": 3,
-        "batch_tokens": 256,
-        "learning_rate": 1e-3,
-        "draft_vocab": 4000,
-        "seeds": 1,
-        "decode_tokens": 48,
-        "speed_repeats": 1,
-    },
-    "full": {
-        "train_conversations": 3200,
-        "validation_conversations": 70,
-        "generated_conversations": 3270,
-        "heldout_prompts": 84,
-        "max_prompt_tokens": 320,
-        "answer_tokens": 128,
-        "stat_tokens": 32000,
-        "lens_tokens": 4096,
-        "bootstrap": 1000,
-        "head_epochs": 3.0,
-        "ttt_steps": 4,
-        "batch_tokens": 256,
-        "learning_rate": 1e-3,
-        "draft_vocab": 8000,
-        "seeds": 3,
-        "decode_tokens": 96,
-        "speed_repeats": 3,
-    },
+    profile: {name: sizes[place] for name, sizes in _SIZES.items()}
+    for place, profile in enumerate(get_args(Profile))
 }
 
 
 def _explain(err: ValidationError) -> str:
-    """Say in words what pydantic found wrong."""
-    lines = []
+    """Say in words what pydantic found wrong, in one line for each parameter."""
+    lines = {}
     for problem in err.errors():
-        name = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            known = ", ".join(sorted(set(RunSpec.model_fields) - {"model", "profile"}))
-            lines.append(f"unknown parameter {name!r}; the parameters are {known}")
-        else:
-            lines.append(f"parameter {name!r}: {problem['msg']}, got {problem['input']!r}")
-    return "\n".join(lines)
+        name, said = str(problem["loc"][0]), problem.get("ctx", {}).get("error") or problem["msg"]
+        said = str(said).removeprefix("Input ").removeprefix("String ")
+        wrong = f"parameter {_shown(name)}: {said}, got {_shown(problem['input'])}"
+        lines[name] = _unknown(name) if problem["type"] == "extra_forbidden" else wrong
+    return "\n".join(lines.values())
 
 
-def slug(text: str) -> str:
-    """A folder name for a model name, path or hub id: its last part, plain characters only."""
-    last = re.split(r"[/\\]", text.rstrip("/\\"))[-1] if Path(text).exists() else text
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.").lower() or "model"
+def _unknown(name: str) -> str:
+    known = sorted(set(RunSpec.model_fields) - {"model", "profile"})
+    near = difflib.get_close_matches(name[:40], known, n=1)
+    hint = f"did you mean {near[0]!r}? The" if near else "the"
+    return f"unknown parameter {_shown(name)}; {hint} parameters are {', '.join(known)}"
 
 
-def fingerprint(*parts: Any) -> str:
-    """Twelve hexadecimal digits that change when any part (JSON-serialisable) changes."""
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a whole file or nothing: a killed process leaves the old file in place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-        f.write(data)
-    # NamedTemporaryFile makes private files; a run folder is meant to be read by others.
-    os.chmod(f.name, 0o644)
-    os.replace(f.name, path)
+def _shown(value: Any) -> str:
+    """A value as a person typed it, on one line and not longer than can be read."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 60
+    try:
+        return " ".join(short.repr(value).split())
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return "a number of thousands of digits"
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -258,51 +277,19 @@ def _plain(value: Any, where: str) -> Any:
     raise TypeError(f"result {where} is a {type(value).__name__}, which JSON cannot hold")
 
 
-def versions() -> dict[str, str]:
-    """Versions of what decides the numbers."""
-    found = {"python": platform.python_version()}
-    for name in ("draftlayers", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def device_name() -> str:
-    """The device that torch would compute on, in words."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass  # not Linux; platform's name is all there is
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this processor has bfloat16 products of its own (AVX512-BF16 or AMX)."""
-    import torch
-
-    # Older releases of torch do not tell.
-    tell = getattr(torch.cpu, "get_capabilities", dict)
-    return any(tell().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
-
-
 def run_folder(spec: RunSpec, root: Path | None = None) -> Path:
     """Where a run lives, whether it exists or not; see ``Run``."""
-    root = root or Path(os.environ.get("DRAFTLAYERS_RUNS", PROJECT / "runs"))
-    return root.resolve() / slug(spec.model) / spec.profile
+    root = root or Path(os.environ.get("DRAFTLAYERS_RUNS") or PROJECT / "runs")
+    values = spec.model_dump()
+    weights = find_weights(values["model"])
+    return root.expanduser().resolve() / weights.folder_name / str(values["profile"])
+
+
+HOLDER = "DRAFTLAYERS_HOLDS"  # set for the processes of a command that holds a run's folder
 
 
 class Run:
-    """A spec and its folder ``<root>/<model>/<profile>/``.
+    """A spec and its folder ``<root>/<model>/<profile>/``. Opening one changes nothing on disk.
 
     Parameters
     ----------
@@ -312,21 +299,76 @@ class Run:
         Folder of all runs; default the environment variable ``DRAFTLAYERS_RUNS``, else
         ``runs/`` in the project.
 
+    Attributes
+    ----------
+    spec
+        The parameters; which of them are read is noted in ``reading``.
+    folder
+        Where everything of the run lies.
+    reading
+        What was read and made through this object so far.
+
     Raises
     ------
     UserError
-        When the run folder cannot be made or written.
+        When there is no such model, or its files cannot be read.
     """
 
     def __init__(self, spec: RunSpec, root: Path | None = None):
-        self.spec = spec
+        self.reading = Reading()
+        noted = _NotedSpec.model_construct(**spec.model_dump())
+        noted._reading = self.reading
+        self.spec: RunSpec = noted
         self.folder = run_folder(spec, root)
+        self._held = False
         self._opened = time.monotonic()
+        self._first_day = datetime.date.today().isoformat()
+
+    @classmethod
+    def stored(cls, folder: Path) -> Run:
+        """The run that a command has begun in a folder.
+
+        Raises
+        ------
+        UserError
+            When none has.
+        """
+        values = read_record(folder / "spec.json")
+        if values is None:
+            raise UserError(f"no run was begun in {folder}")
+        return cls(RunSpec.checked(values), root=folder.parents[1])
+
+    def parameter(self, name: str) -> Any:
+        """Value of a parameter, without noting that it was read."""
+        return self._day() if name == "day" else self.spec.model_dump()[name]
+
+    @property
+    def day(self) -> str:
+        """The date that a chat template prints, as yyyy-mm-dd: one for the whole run."""
+        day = self.reading.parameters["day"] = self._day()
+        return day
+
+    def _day(self) -> str:
+        asked = self.spec.model_dump()["day"]
+        begun = read_record(self.folder / "spec.json") or {}
+        return asked or begun.get("day") or self._first_day
+
+    # --- Writing -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Be the only one that writes in the run's folder; the processes below may write, too.
+
+        Raises
+        ------
+        UserError
+            When another command holds it, or the folder cannot be written.
+        """
+        if self._held or os.environ.get(HOLDER) == str(self.folder):
+            yield
+            return
         try:
-            text = json.dumps(spec.model_dump(), indent=1) + "\n"
-            stored = self.folder / "spec.json"
-            if not stored.exists() or stored.read_text() != text:
-                write_atomically(stored, text.encode())
+            self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as err:
@@ -334,6 +376,26 @@ class Run:
                 f"the run folder {self.folder} cannot be written ({err.strerror or err}); "
                 "choose another one with --runs or the variable DRAFTLAYERS_RUNS"
             ) from None
+        lock = FileLock(self.folder / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(
+                f"another process is working in {self.folder}; wait for it, or stop it. "
+                "Nothing was changed"
+            ) from None
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            lock.release()
+
+    def begin(self) -> None:
+        """Write the parameters where the processes of this run read them. Hold the run first."""
+        values = {**self.spec.model_dump(), "day": self._day()}
+        text = json.dumps(values, indent=1) + "\n"
+        write_atomically(self.folder / "spec.json", text.encode())
 
     def say(self, text: str) -> None:
         """Report progress: to the terminal that runs the chapters, else to standard output.
@@ -348,10 +410,24 @@ class Run:
             print(text, flush=True)
 
     def path(self, *parts: str) -> Path:
-        """A path inside the run folder; its parent folder exists afterwards."""
-        path = self.folder.joinpath(*parts)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """A path inside the run folder."""
+        return self.folder.joinpath(*parts)
+
+    def uses(self, path: Path) -> Path:
+        """Note an input file of the project or the user, and return its path."""
+        self.reading.files[_portable(path)] = file_digest(path) if path.exists() else "absent"
         return path
+
+    def made(self, path: Path) -> Path:
+        """Note a file or folder of the run that later work relies on, and return its path."""
+        if path.is_dir():
+            self.reading.made |= sizes(path, self.folder)
+        else:
+            name = path.relative_to(self.folder).as_posix()
+            self.reading.made[name] = path.stat().st_size
+        return path
+
+    # --- Results -----------------------------------------------------------------------------
 
     def results(self, chapter: str) -> dict[str, Any]:
         """The numbers a chapter wrote.
@@ -361,54 +437,64 @@ class Run:
         UserError
             When the chapter has not been run.
         """
-        path = self.folder / "results" / f"{chapter}.json"
-        if not path.exists():
+        self.reading.results[chapter] = self.results_digest(chapter)
+        return self._results(chapter)
+
+    def _results(self, chapter: str) -> dict[str, Any]:
+        found = read_record(self.path("results", f"{chapter}.json"))
+        if found is None:
+            model, profile = self.parameter("model"), self.parameter("profile")
             raise UserError(
                 f"chapter {chapter} has no results in {self.folder} yet; run it first, for example "
-                f"with: draftlayers run --model {self.spec.model} --profile {self.spec.profile}"
+                f"with: draftlayers run --model {model} --profile {profile}"
             )
-        return json.loads(path.read_text())
+        return found
+
+    def results_digest(self, chapter: str) -> str:
+        """Digest of the numbers and tensors a chapter wrote, whenever and wherever it did."""
+        found = read_record(self.path("results", f"{chapter}.json")) or {}
+        arrays = self.path("results", f"{chapter}.safetensors")
+        tensors = file_digest(arrays) if arrays.exists() else ""
+        return digest(timeless(found), tensors)
 
     def write_results(self, chapter: str, results: Mapping[str, Any]) -> None:
         """Write a chapter's numbers as ``results/<chapter>.json``, with where they come from."""
+        from draftlayers.device import device_name  # needs torch, which opening a run does not
+
         record = {
             **_plain(results, chapter),
             "_run": {
-                "model": self.spec.model,
-                "profile": self.spec.profile,
+                "model": self.parameter("model"),
+                "profile": self.parameter("profile"),
                 "device": device_name(),
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
                 "versions": versions(),
+                **code_state(),
                 "seconds": round(time.monotonic() - self._opened, 1),
+                "reading": vars(self.reading),
             },
         }
         text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(self.path("results", f"{chapter}.json"), text.encode())
+        with self.hold():
+            write_atomically(self.path("results", f"{chapter}.json"), text.encode())
 
     def arrays(self, chapter: str) -> dict[str, Any]:
         """The tensors a chapter wrote with ``write_arrays``."""
         from safetensors.torch import load_file
 
-        return load_file(self.folder / "results" / f"{chapter}.safetensors")
+        self.reading.results[chapter] = self.results_digest(chapter)
+        return load_file(self.path("results", f"{chapter}.safetensors"))
 
     def write_arrays(self, chapter: str, arrays: Mapping[str, Any]) -> None:
         """Write a chapter's tensors as ``results/<chapter>.safetensors``."""
         from safetensors.torch import save
 
         tensors = {name: array.contiguous() for name, array in arrays.items()}
-        write_atomically(self.path("results", f"{chapter}.safetensors"), save(tensors))
+        with self.hold():
+            write_atomically(self.path("results", f"{chapter}.safetensors"), save(tensors))
 
-    def save_figure(self, figure: Any, name: str) -> None:
-        """Write a figure as ``figures/<name>.svg`` and ``.png``, the same bytes every time.
 
-        The figure is closed for pyplot, so that a notebook shows it only where it is displayed.
-        """
-        import matplotlib
-        import matplotlib.pyplot as plt
-
-        for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
-            path = self.path("figures", f".{name}.partial.{kind}")
-            with matplotlib.rc_context({"svg.hashsalt": "draftlayers"}):
-                figure.savefig(path, format=kind, metadata=metadata)
-            os.replace(path, self.path("figures", f"{name}.{kind}"))
-        plt.close(figure)
+def _portable(path: Path) -> str:
+    """A path as records name it: inside the project without the project's own place."""
+    path = path.resolve()
+    return path.relative_to(PROJECT).as_posix() if path.is_relative_to(PROJECT) else str(path)
