@@ -14,8 +14,9 @@ from typing import Annotated
 
 import typer
 
-from draftlayers.corpus import answer_prompts, read_prompts, shipped_answers
-from draftlayers.spec import DATA, PROFILES
+from draftlayers.answers import answer_prompts, shipped_answers
+from draftlayers.prompts import TRAIN, read_prompts
+from draftlayers.spec import PROFILES
 from draftlayers.targets import load_target
 
 
@@ -26,7 +27,7 @@ def main(
     """Answer the training prompts with the target itself."""
     started = time.monotonic()
     target = load_target(model, say=print)
-    prompts = read_prompts(DATA / "prompts" / "train.jsonl")[:limit]
+    prompts = read_prompts(TRAIN)[:limit]
     full = PROFILES["full"]
     answer_prompts(
         target,
@@ -35,6 +36,8 @@ def main(
         full["max_prompt_tokens"],
         shipped_answers(target),
         say=lambda text: print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True),
+        # What ships is data: it stays valid for this target when the code that wrote it changes.
+        causes={"target": target.digest},
     )
 
 
