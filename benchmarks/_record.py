@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftlayers.spec import device_name, versions, write_atomically
+from draftlayers.device import device_name
+from draftlayers.project import code_state, versions, write_atomically
 
 
 def write(record: dict[str, Any], to: Path | str) -> None:
@@ -17,6 +18,7 @@ def write(record: dict[str, Any], to: Path | str) -> None:
         "device": device_name(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "versions": versions(),
+        **code_state(),
     }
     text = json.dumps(whole, indent=1) + "\n"
     if str(to) == "-":

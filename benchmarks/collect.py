@@ -21,8 +21,9 @@ import typer
 from _record import write
 
 from draftlayers import states
-from draftlayers.corpus import load_answers, pair, read_prompts, shipped_answers
-from draftlayers.spec import DATA
+from draftlayers.answers import load_answers, shipped_answers
+from draftlayers.corpus import pair
+from draftlayers.prompts import TRAIN, read_prompts
 from draftlayers.targets import Target, load_target
 
 
@@ -46,9 +47,9 @@ def main(
 ) -> None:
     """Compare collection with the bare forward pass."""
     target = load_target(model)
-    prompts = read_prompts(DATA / "prompts" / "train.jsonl")
-    answers = load_answers(shipped_answers(target), target.identity)
-    if answers is None:
+    prompts = read_prompts(TRAIN)
+    answers = load_answers(shipped_answers(target), {"target": target.digest})
+    if not answers:
         raise typer.BadParameter(f"no answers of {model} are shipped; see data/make_answers.py")
     texts = pair(target, prompts, answers, 320, 128)[:conversations]
     tokens = sum(len(c.tokens) for c in texts)

@@ -11,9 +11,10 @@ import torch
 from scipy.stats import entropy as scipy_entropy
 
 from draftlayers import states
-from draftlayers.corpus import Conversation
-from draftlayers.spec import PROJECT, UserError
-from draftlayers.states import StateStore, collect, duplicates, entropy_of_logits
+from draftlayers.project import PROJECT, UserError
+from draftlayers.prompts import Conversation
+from draftlayers.states import collect, duplicates
+from draftlayers.store import StateStore
 from draftlayers.targets import tiny_target
 
 CONVERSATIONS = [
@@ -89,6 +90,42 @@ def test_a_killed_collection_goes_on_at_the_missing_shard(tiny, tmp_path):
     assert torch.equal(resumed.load(5), whole.load(5))
 
 
+def test_a_stopped_collection_of_other_boundaries_does_no_harm(tiny, tmp_path):
+    def killed(text):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(tiny, CONVERSATIONS, [1, 2], tmp_path, say=killed)
+    for boundaries in ([3, 4], [1, 2]):
+        found = collect(tiny, CONVERSATIONS, boundaries, tmp_path)
+        alone = collect(tiny, CONVERSATIONS, boundaries, tmp_path / str(boundaries))
+        assert all(torch.equal(found.load(b), alone.load(b)) for b in boundaries)
+
+
+@pytest.mark.parametrize("size", [0, 9, 2000, None])
+def test_a_damaged_shard_is_made_again_and_the_others_stay(tiny, tmp_path, size):
+    whole = collect(tiny, CONVERSATIONS, [2, 5], tmp_path)
+    before = whole.load(5).clone(), whole.meta["predictive_entropy"].clone()
+    first, second = sorted(tmp_path.rglob("*.safetensors"))
+    then = second.stat().st_mtime_ns
+    if size is None:
+        first.unlink()
+    else:
+        first.write_bytes(first.read_bytes()[:size])
+    mended = collect(tiny, CONVERSATIONS, [2], tmp_path)
+    assert second.stat().st_mtime_ns == then and mended.boundaries == (2, 5)
+    assert torch.equal(mended.load(5), before[0])
+    assert torch.equal(mended.meta["predictive_entropy"].nan_to_num(), before[1].nan_to_num())
+
+
+def test_a_vocabulary_smaller_than_what_is_kept_fills_up_with_nothing(tmp_path):
+    few = tiny_target(vocab_size=600)
+    store = collect(few, CONVERSATIONS, [1], tmp_path, predict="answer", top=700)
+    mass = store.top_logprobs[store.meta["answer"]].float().exp().sum(-1)
+    torch.testing.assert_close(mass, torch.ones_like(mass), atol=2e-3, rtol=0)
+    assert (store.top_logprobs[:, 600:] == -torch.inf).all()
+
+
 def test_further_boundaries_are_added_to_what_is_there(tiny, tmp_path):
     collect(tiny, CONVERSATIONS, [2], tmp_path)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
@@ -103,7 +140,8 @@ import sys
 from pathlib import Path
 from draftlayers import states
 from draftlayers.targets import tiny_target
-from tests.test_states import CONVERSATIONS
+from draftlayers.prompts import Conversation
+CONVERSATIONS = eval(sys.argv[2])
 states.SHARD, states.BATCH = 2, 16
 said = []
 store = states.collect(tiny_target(), CONVERSATIONS, [3], Path(sys.argv[1]), say=said.append)
@@ -118,8 +156,8 @@ def test_processes_share_the_shards(tiny, tmp_path, monkeypatch):
     script.write_text(TWO_PROCESSES)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300,
-        cwd=PROJECT, env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        [*command, str(script), str(tmp_path), repr(CONVERSATIONS)], capture_output=True,
+        text=True, timeout=300, cwd=PROJECT, env={**os.environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     monkeypatch.setattr(states, "SHARD", 2)
@@ -164,9 +202,3 @@ def test_massive_activations_survive_storage(tmp_path):
 def test_nothing_to_collect_is_said(tiny, tmp_path):
     with pytest.raises(UserError, match="no conversations"):
         collect(tiny, [], [1], tmp_path)
-
-
-def test_entropy_of_logits_with_forbidden_tokens_and_extremes():
-    logits = torch.tensor([[0.0, 0.0, float("-inf"), 0.0], [1e4, -1e4, 0.0, 0.0]])
-    expected = torch.tensor([torch.log(torch.tensor(3.0)), 0.0])
-    torch.testing.assert_close(entropy_of_logits(logits), expected)

@@ -13,26 +13,25 @@ distribution of the token after it.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
-from draftlayers.corpus import Conversation
-from draftlayers.spec import Run, UserError, fingerprint, write_atomically
+from draftlayers.current import code_digest, digest, libraries, read_record, write_record
+from draftlayers.device import join_processes
+from draftlayers.entropy import entropy_of_log_probs, in_cache
+from draftlayers.project import Say, UserError, quiet, write_atomically
+from draftlayers.prompts import Conversation
+from draftlayers.store import INDEX, STORED, StateStore, shard_name, whole
 from draftlayers.targets import Target
 
-STORED = torch.bfloat16  # float32's range, so that massive activations survive
 SHARD = 32  # conversations in a shard
 BATCH = 2048  # tokens in a forward pass
 LENS_ROWS = 256  # rows unembedded at once: 256 x 128k logits in float32 are 131 MB
-CACHE_VALUES = 1 << 19  # logits worked on at once: 2 MB in float32
-META = ("sequence", "position", "token", "answer", "duplicate", "predictive_entropy")
 
 
 def duplicates(conversations: Sequence[Conversation]) -> list[Tensor]:
@@ -54,26 +53,6 @@ def duplicates(conversations: Sequence[Conversation]) -> list[Tensor]:
     return found
 
 
-def entropy_of_logits(logits: Tensor) -> Tensor:
-    """Entropy ``[n]`` in nats of the distributions that logits ``[n, V]`` stand for."""
-    return torch.cat([_entropy(torch.log_softmax(x.float(), -1)) for x in in_cache(logits)])
-
-
-def in_cache(logits: Tensor) -> tuple[Tensor, ...]:
-    """Parts of ``[n, V]`` small enough to stay in a processor's cache while they are worked on."""
-    if logits.device.type != "cpu":
-        return (logits,)  # a GPU would spend the time on launching small kernels
-    return logits.split(max(1, CACHE_VALUES // logits.shape[-1]))
-
-
-def _entropy(log_p: Tensor) -> Tensor:
-    """Entropy ``[n]`` in nats from log probabilities ``[n, V]`` in float32.
-
-    A forbidden token has minus infinity; clamping it makes its share 0 times a number, not NaN.
-    """
-    return -torch.linalg.vecdot(log_p.exp(), log_p.clamp_min(-1e4))
-
-
 def collect(
     target: Target,
     conversations: Sequence[Conversation],
@@ -82,7 +61,7 @@ def collect(
     *,
     predict: str = "all",
     top: int = 0,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = quiet,
 ) -> StateStore:
     """Write the states of conversations at some boundaries, and read them back as a store.
 
@@ -105,26 +84,42 @@ def collect(
     UserError
         When there is nothing to collect.
     """
-    if not conversations:
-        raise UserError("there are no conversations to collect hidden states from")
     boundaries = sorted(set(boundaries))
-    identity = fingerprint(
-        target.identity, predict, top, [[c.id, c.tokens, len(c.prompt_ids)] for c in conversations]
-    )
-    store = folder / identity
-    index = _read_index(store)
-    missing = [b for b in boundaries if str(b) not in index["passes"]]
-    if missing or not index["passes"]:
-        first = not index["passes"]
-        name = f"pass{len(set(index['passes'].values()))}"
-        _run_pass(target, conversations, missing, store, name, predict, top, first, say)
+    if not conversations or not boundaries:
+        what = "boundaries" if conversations else "conversations"
+        raise UserError(f"there are no {what} to collect hidden states from")
+    causes = {
+        "target": target.digest,
+        "precision": f"{target.device.type} {target.dtype}".replace("torch.", ""),
+        "predict": predict,
+        "top": top,
+        "conversations": digest([[c.id, c.tokens, len(c.prompt_ids)] for c in conversations]),
+        "code": code_digest("states"),
+        "libraries": libraries(),
+    }
+    store = folder / digest(causes)
+    index = read_record(store / INDEX)
+    if index is None or not isinstance(index.get("passes"), dict):
+        if (store / INDEX).exists():
+            say(f"{store / INDEX} is damaged and will be made again")
+        index = {"causes": causes, "passes": {}}
+    passes: dict[str, list[int]] = {}  # by name; the first one holds what is not of a boundary
+    for b, name in index["passes"].items():
+        passes.setdefault(name, []).append(int(b))
+    if missing := [b for b in boundaries if str(b) not in index["passes"]]:
+        # Named by its boundaries, so that a pass which was stopped is never taken for another.
+        passes[f"pass-{digest(missing)[:8]}"] = missing
+    count = len(_shards(conversations))
+    for number, (name, members) in enumerate(passes.items()):
+        if all(whole(store / shard_name(n, name)) for n in range(count)) and members != missing:
+            continue
+        _run_pass(target, conversations, members, store, name, predict, top, number == 0, say)
         rank, world = join_processes()
         if world > 1:
             dist.barrier()  # the index seals the store, so every shard must lie there first
         if rank == 0:
-            index["passes"] |= {str(b): name for b in missing}
-            index |= {"shards": len(_shards(conversations)), "d": target.d_model}
-            write_atomically(store / "index.json", json.dumps(index, indent=1).encode())
+            index["passes"] |= {str(b): name for b in members}
+            write_record(store / INDEX, {**index, "shards": count, "d": target.d_model})
         if world > 1:
             dist.barrier()
     return StateStore(store)
@@ -133,23 +128,6 @@ def collect(
 def _shards(conversations: Sequence[Conversation]) -> list[range]:
     count = len(conversations)
     return [range(start, min(start + SHARD, count)) for start in range(0, count, SHARD)]
-
-
-def _read_index(store: Path) -> dict:
-    path = store / "index.json"
-    return json.loads(path.read_text()) if path.exists() else {"passes": {}}
-
-
-def join_processes() -> tuple[int, int]:
-    """This process's rank and the number of processes, joining them under ``torchrun``."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return 0, 1
-    if not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return dist.get_rank(), world
 
 
 def _run_pass(
@@ -161,16 +139,18 @@ def _run_pass(
     predict: str,
     top: int,
     first: bool,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
-    """One streaming pass: the shards of this process that are not on disk yet."""
+    """One streaming pass: the shards of this process that are not whole on disk."""
     rank, world = join_processes()
     repeated = duplicates(conversations) if first else []
     done = 0
     shards = _shards(conversations)
     for number, shard in list(enumerate(shards))[rank::world]:
-        path = store / f"{number:05d}-{name}.safetensors"
-        if not path.exists():
+        path = store / shard_name(number, name)
+        if not whole(path):
+            if path.exists():
+                say(f"{path} is damaged and will be made again")
             rows = _collect_shard(
                 target, [conversations[i] for i in shard], boundaries, predict, top, first
             )
@@ -208,7 +188,8 @@ def _collect_shard(
         rows["answer"] = torch.cat([_predicts_answer(c) for c in conversations])
         if top:
             rows["top_ids"] = torch.zeros(total, top, dtype=torch.int32)
-            rows["top_logprobs"] = torch.zeros(total, top, dtype=torch.float16)
+            # What is not filled in, because there are fewer tokens, has no probability.
+            rows["top_logprobs"] = torch.full((total, top), -torch.inf, dtype=torch.float16)
     captured = sorted({*boundaries, target.n_layers} if first else boundaries)
     for batch in batches(lengths):
         longest = max(lengths[i] for i in batch)
@@ -244,7 +225,7 @@ def _predict(
             log_p = torch.log_softmax(logits.float(), -1)
             here = place[done : done + len(logits)]
             done += len(logits)
-            rows["predictive_entropy"][here] = _entropy(log_p).cpu()
+            rows["predictive_entropy"][here] = entropy_of_log_probs(log_p).cpu()
             if top:
                 best = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
                 rows["top_ids"][here, : best.indices.shape[1]] = best.indices.int().cpu()
@@ -267,99 +248,3 @@ def batches(lengths: list[int]) -> Iterator[list[int]]:
             batch = []
         batch.append(i)
     yield batch
-
-
-class StateStore:
-    """States on disk, read a boundary at a time.
-
-    Attributes
-    ----------
-    boundaries : tuple of int
-        Boundaries at hand.
-    n, d : int
-        Rows and width.
-    meta : dict of Tensor
-        ``sequence``, ``position``, ``token`` int32; ``answer`` bool (the token after this row
-        belongs to the answer); ``duplicate`` bool; ``predictive_entropy`` float32 nats, NaN
-        where it was not computed. Each of length n.
-    norms : Tensor
-        Euclidean norms ``[len(boundaries), n]`` in float32, taken before rounding.
-    """
-
-    def __init__(self, folder: Path):
-        index = _read_index(folder)
-        if not index["passes"]:
-            raise UserError(f"{folder} holds no finished collection of hidden states")
-        self.folder, self.d = folder, index["d"]
-        self._passes = {int(b): name for b, name in index["passes"].items()}
-        self.boundaries = tuple(sorted(self._passes))
-        # Tensors of the shards are views of memory-mapped files: nothing is read until it is used.
-        self._shards: list[dict[str, Tensor]] = []
-        for number in range(index["shards"]):
-            shard: dict[str, Tensor] = {}
-            for name in sorted(set(self._passes.values())):
-                shard |= load_file(folder / f"{number:05d}-{name}.safetensors")
-            self._shards.append(shard)
-        self.meta = {name: self._column(name) for name in META}
-        self.n = len(self.meta["token"])
-        self.norms = torch.stack([self._column(f"norm{b}") for b in self.boundaries])
-        sizes = torch.tensor([len(shard["token"]) for shard in self._shards])
-        self._ends = sizes.cumsum(0)
-
-    def _column(self, key: str) -> Tensor:
-        return torch.cat([shard[key] for shard in self._shards])
-
-    @property
-    def top_ids(self) -> Tensor:
-        """Most probable next tokens, int32 ``[n, top]``; zeros where not computed."""
-        return self._column("top_ids")
-
-    @property
-    def top_logprobs(self) -> Tensor:
-        """Their natural log probabilities, float16 ``[n, top]``."""
-        return self._column("top_logprobs")
-
-    def load(self, boundary: int, rows: Tensor | None = None) -> Tensor:
-        """States ``[n, d]`` of one boundary in bfloat16, or those of some rows.
-
-        Raises
-        ------
-        UserError
-            When the boundary was not collected.
-        """
-        rows = torch.arange(self.n) if rows is None else rows
-        return self.gather(rows, [boundary])[0]
-
-    def gather(self, rows: Tensor, boundaries: Sequence[int] | None = None) -> Tensor:
-        """States ``[L, len(rows), d]`` in bfloat16 of some rows at some (default all) boundaries.
-
-        Raises
-        ------
-        UserError
-            When a boundary was not collected.
-        """
-        boundaries = self.boundaries if boundaries is None else boundaries
-        for b in boundaries:
-            if b not in self._passes:
-                raise UserError(f"boundary {b} was not collected; there are {self.boundaries}")
-        out = torch.empty(len(boundaries), len(rows), self.d, dtype=STORED)
-        owner = torch.bucketize(rows, self._ends, right=True)
-        for number in owner.unique().tolist():
-            here = (owner == number).nonzero()[:, 0]
-            shard = self._shards[number]
-            local = rows[here] - (self._ends[number] - len(shard["token"]))
-            for i, b in enumerate(boundaries):
-                out[i, here] = shard[f"b{b}"][local]
-        return out
-
-    def blocks(
-        self, rows: Tensor, size: int, boundaries: Sequence[int] | None = None
-    ) -> Iterator[Tensor]:
-        """Float32 blocks ``[L, <= size, d]`` of rows in the given order."""
-        for part in rows.split(size):
-            yield self.gather(part, boundaries).float()
-
-
-def stored(run: Run) -> StateStore:
-    """The states that chapter 01 collected for the statistics of a run."""
-    return StateStore(run.folder / run.results("01-hidden-states")["store"])
