@@ -136,7 +136,9 @@ class Clock:
 
 def ours(data: Data, clock: Clock) -> tuple[np.ndarray, float]:
     with clock.stopped():
-        from draftlayers import cka  # here, so that the others' memory does not hold it
+        # Here, so that the others' memory does not hold it.
+        from draftlayers.cka_pass import choose_plan
+        from draftlayers.cka_sums import Basis, CKASums
 
     class Source:
         boundaries, d = tuple(range(data.layers)), data.width
@@ -146,12 +148,12 @@ def ours(data: Data, clock: Clock) -> tuple[np.ndarray, float]:
             yield first[list(wanted), : min(size, len(rows))].float()
 
     parts = 16
-    plan = cka.plan(data.rows, data.layers, data.width, cells=parts)
+    plan = choose_plan(data.rows, data.layers, data.width, cells=parts)
     print(plan, file=sys.stderr)
     first = next(clock.reading(data.blocks(CHUNK)))[:, :512].bfloat16()
-    basis = cka.Basis.fit(Source(), torch.arange(512), plan.rank, Source.boundaries)
+    basis = Basis.fit(Source(), torch.arange(512), plan.rank, Source.boundaries)
     first = None  # its memory is needed no more
-    sums = cka.CKASums(basis, Source.boundaries, parts=parts, block=plan.block)
+    sums = CKASums(basis, Source.boundaries, parts=parts, block=plan.block)
     start = 0
     for block in clock.reading(data.blocks(CHUNK)):
         rows = torch.arange(start, start + block.shape[1])
@@ -299,7 +301,7 @@ def run_one(name: str, data: Data, out: Path) -> None:
 def collected(folder: Path) -> Tensor:
     """Real states ``[layers, rows, width]``: what a run's statistics see of a store, shuffled."""
     from draftlayers import filtering
-    from draftlayers.states import StateStore
+    from draftlayers.store import StateStore
 
     store = StateStore(folder)
     rows = filtering.eligible(store.meta, store.norms).rows
@@ -307,7 +309,7 @@ def collected(folder: Path) -> Tensor:
     return store.gather(rows, store.boundaries[:-1])
 
 
-def compare(layers: int, rows: int, width: int, folder: Path, states: Tensor | None = None) -> dict:
+def contest(layers: int, rows: int, width: int, folder: Path, states: Tensor | None = None) -> dict:
     if states is not None:
         layers, rows, width = states.shape
     Data(folder, layers, rows, width, states)
@@ -345,25 +347,27 @@ def compare(layers: int, rows: int, width: int, folder: Path, states: Tensor | N
 
 def scale() -> dict:
     """Growth in layers, rows and width, the plan for a 70B model, and one slice of it."""
-    from draftlayers import cka
+    from draftlayers.cka_pass import PARTS, Plan, choose_plan
+    from draftlayers.cka_sums import BLOCK, Basis, CKASums
+    from draftlayers.store import ArraySource
 
-    def timed(layers: int, rows: int, width: int, how: cka.Plan | None = None) -> float:
+    def timed(layers: int, rows: int, width: int, how: Plan | None = None) -> float:
         generator = torch.Generator().manual_seed(SEED)
         how = how or fixed(rows, layers, width)
         block = torch.randn(layers, how.block, width, generator=generator)
         block *= torch.arange(1, width + 1) ** -0.7
-        source = cka.ArraySource(block)
-        basis = cka.Basis.fit(source, torch.arange(how.block), how.rank, range(layers))
-        sums = cka.CKASums(basis, range(layers), parts=cka.MAX_PARTS, block=how.block)
+        source = ArraySource(block)
+        basis = Basis.fit(source, torch.arange(how.block), how.rank, range(layers))
+        sums = CKASums(basis, range(layers), parts=PARTS, block=how.block)
         part = torch.zeros(how.block, dtype=torch.long)
         before = time.perf_counter()
         for start in range(0, rows, how.block):
-            sums.update(block, part + (start // how.block) % cka.MAX_PARTS)
+            sums.update(block, part + (start // how.block) % PARTS)
         sums.compute()
         return time.perf_counter() - before
 
-    def fixed(rows: int, layers: int, width: int) -> cka.Plan:
-        return replace(cka.plan(rows, layers, width, flop_limit=0), rank=32, block=cka.BLOCK)
+    def fixed(rows: int, layers: int, width: int) -> Plan:
+        return replace(choose_plan(rows, layers, width, flop_limit=0), rank=32, block=BLOCK)
 
     growth = []
     for layers, rows, width in (
@@ -373,7 +377,7 @@ def scale() -> dict:
         seconds = timed(layers, rows, width)
         growth.append({"layers": layers, "rows": rows, "width": width, "seconds": seconds})
         print(f"{layers} layers, {rows:,} rows, width {width}: {seconds:.2f} s", file=sys.stderr)
-    large = cka.plan(100_000, 80, 8192)
+    large = choose_plan(100_000, 80, 8192)
     print(large, file=sys.stderr)
     rows = 8 * large.block
     before = peak_mb()
@@ -411,7 +415,7 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory(prefix="draftlayers-cka-") as folder:
             states = collected(args.states) if args.states else None
-            record = compare(args.layers, args.rows, args.width, Path(folder), states)
+            record = contest(args.layers, args.rows, args.width, Path(folder), states)
             record["data"] = f"states {args.states.name}" if args.states else "synthetic"
     write(record, args.json)
 

@@ -1,4 +1,4 @@
-"""Brute-force float64 twins of the package's statistics, written from the papers' formulas.
+"""Brute-force twins of the package's statistics and of the draft head, from the papers' formulas.
 
 Slow on purpose and independent of ``draftlayers``: no streaming, no blocks, no shared code.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import torch
 
 
 def hsic_debiased(x: np.ndarray, y: np.ndarray) -> float:
@@ -86,3 +87,52 @@ def best_set(entropies: np.ndarray, cka: np.ndarray, k: int) -> tuple[tuple[int,
         if score > top:
             best, top = s, score
     return best, float(top)
+
+
+# --- The draft head, one position at a time ----------------------------------------------------
+
+
+def naive_rms(x, weight, eps):
+    return x / torch.sqrt((x * x).sum() / len(x) + eps) * weight
+
+
+def naive_rope(x, position, theta):
+    """Rotate the pairs (x[i], x[i + half]) as complex numbers."""
+    half = len(x) // 2
+    angle = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag))
+
+
+def naive_entry(head, hidden, token, position):
+    """Query, key and value heads of one entry, as lists of vectors."""
+    w = dict(head.named_parameters())
+    eps, hd = head.config.rms_norm_eps, head.config.head_dim
+    embedded = naive_rms(head.embedding[token], w["midlayer.input_layernorm.weight"], eps)
+    normed = naive_rms(hidden, w["midlayer.hidden_norm.weight"], eps)
+    x = torch.cat((embedded, normed))
+    q, k, v = (w[f"midlayer.self_attn.{n}_proj.weight"] @ x for n in "qkv")
+    theta = head.config.rope["rope_theta"]
+    queries = [naive_rope(part, position, theta) for part in q.split(hd)]
+    keys = [naive_rope(part, position, theta) for part in k.split(hd)]
+    return queries, keys, list(v.split(hd))
+
+
+def naive_state(head, hidden, queries, keys, values):
+    """Output state of one entry that attends to entries with these keys and values."""
+    w = dict(head.named_parameters())
+    group = head.config.n_heads // head.config.n_kv_heads
+    attended = []
+    for h, query in enumerate(queries):
+        scores = [query @ k[h // group] / head.config.head_dim**0.5 for k in keys]
+        shares = torch.stack(scores).softmax(0)
+        attended.append(sum(s * v[h // group] for s, v in zip(shares, values, strict=True)))
+    hidden = hidden + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
+    x = naive_rms(hidden, w["midlayer.post_attention_layernorm.weight"], head.config.rms_norm_eps)
+    gate, up = (w[f"midlayer.mlp.{n}_proj.weight"] @ x for n in ("gate", "up"))
+    return hidden + w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
+
+
+def naive_logits(head, hidden):
+    w = dict(head.named_parameters())
+    return w["lm_head.weight"] @ naive_rms(hidden, w["norm.weight"], head.config.rms_norm_eps)

@@ -1,219 +1,90 @@
-"""Entropy of a layer and of layers taken together, under five definitions.
+"""Entropies of arrays, one plain function for each definition.
 
-Used in chapters 02 (the definitions and where they disagree), 03 (how they move with the filter)
-and 05 (the score of a set). It knows states, and a target's ``unembed``; which rows count is
-``filtering``'s business and the similarity of layers is ``cka``'s, from which the Renyi-2
-entropies follow without further work.
+Used in chapter 02, where the definitions stand beside each other, and by ``states`` for predictive
+entropies. Nothing here knows what a layer, a target or a store is: ``layer_entropy`` samples the
+states of layers and puts these functions together for sets of them.
 
-"The entropy of layers" is not one thing: definitions differ in what they are invariant to and
-rank layers differently. Each is an entry of ``DEFINITIONS``. Every one is non-negative and is
-also given as a share of its largest possible value, so that they fit one axis; a choice of layers
-never depends on that factor.
+All entropies are in nats. Those of a spectrum are functions of a symmetric operator of trace 1:
+the covariance of states divided by its trace, or their Gram matrix, which has the same eigenvalues
+(``trace_gram``).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from draftlayers.states import entropy_of_logits
-
-GRAM_ROWS = 128
+CACHE_VALUES = 1 << 19  # logits worked on at once: 2 MB in float32
 CODING_PRECISION = 0.5
-_LENS_ROWS = 128
 
 
-class Source(Protocol):
-    """Anything that yields rows of states; ``StateStore`` and ``cka.ArraySource`` do."""
+def entropy_of_logits(logits: Tensor) -> Tensor:
+    r"""Entropy of the distributions that logits stand for, :math:`-\sum_v p_v \log p_v`.
 
-    boundaries: tuple[int, ...]
-    d: int
-
-    def blocks(
-        self, rows: Tensor, size: int, boundaries: Sequence[int] | None = None
-    ) -> Iterator[Tensor]: ...
-
-
-class Unembedding(Protocol):
-    """A target, as far as the logit lens needs it."""
-
-    vocab_size: int
-
-    def unembed(self, states: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured on some rows; layer and set entropies are computed from it.
-
-    Attributes
-    ----------
-    lens : Tensor
-        ``[L, m]`` logit-lens entropy in nats of sampled rows.
-    lens_rows : Tensor
-        ``[m]`` places of these rows in the list of rows that was measured.
-    feature_entropy, log_mass : Tensor
-        ``[L, m]`` entropy of softmax(h) over features and log-sum-exp of h, same rows.
-    grams : Tensor
-        ``[L, g, g]`` trace-1 Gram matrices of g centred rows.
-    overlap : Tensor
-        ``[L, L]`` inner products of trace-1 covariances, ``CKA.overlap``.
-    weights : Tensor or None
-        ``[B, m]`` bootstrap weights of the sampled rows; ``overlap`` is then ``[B, L, L]``.
-    vocabulary, width, rows : int
-        V, d and the number of rows behind ``overlap``.
-    """
-
-    lens: Tensor
-    lens_rows: Tensor
-    feature_entropy: Tensor
-    log_mass: Tensor
-    grams: Tensor
-    overlap: Tensor
-    vocabulary: int
-    width: int
-    rows: int
-    weights: Tensor | None = None
-
-    def among(self, count: int, overlap: Tensor, grams: Tensor | None = None) -> Measured:
-        """The same for the first ``count`` of the measured rows, with their ``overlap``.
-
-        Gram matrices stay those of all rows unless new ones are given (``sample_grams``).
-        """
-        kept = self.lens_rows < count
-        return replace(
-            self,
-            lens=self.lens[:, kept],
-            lens_rows=self.lens_rows[kept],
-            feature_entropy=self.feature_entropy[:, kept],
-            log_mass=self.log_mass[:, kept],
-            overlap=overlap,
-            grams=self.grams if grams is None else grams,
-            rows=count,
-        )
-
-    def to_arrays(self) -> dict[str, Tensor]:
-        """Tensors to store; the inverse of ``from_arrays``."""
-        numbers = torch.tensor([self.vocabulary, self.width, self.rows])
-        return {
-            "lens": self.lens,
-            "lens_rows": self.lens_rows,
-            "feature_entropy": self.feature_entropy,
-            "log_mass": self.log_mass,
-            "grams": self.grams,
-            "overlap": self.overlap,
-            "numbers": numbers,
-        }
-
-    @classmethod
-    def from_arrays(cls, arrays: dict[str, Tensor]) -> Measured:
-        """Read back what ``to_arrays`` gave."""
-        vocabulary, width, rows = arrays["numbers"].tolist()
-        fields = {name: array for name, array in arrays.items() if name != "numbers"}
-        return cls(**fields, vocabulary=vocabulary, width=width, rows=rows)
-
-    def resampled(self, weights: Tensor, overlaps: Tensor) -> Measured:
-        """Bootstrap replicates: rows weigh ``weights [B, m]``, overlaps are ``[B, L, L]``.
-
-        Entropies of the logit lens, of features and Renyi-2 then get a leading axis B. Those of
-        Gram matrices (von Neumann, coding rate) are held at their value.
-        """
-        return replace(self, weights=weights, overlap=overlaps)
-
-
-@torch.inference_mode()
-def measure(
-    target: Unembedding,
-    source: Source,
-    rows: Tensor,
-    overlap: Tensor,
-    *,
-    lens_tokens: int,
-    boundaries: Sequence[int] | None = None,
-    gram_rows: int = GRAM_ROWS,
-    seed: int = 0,
-    say: Callable[[str], None] = lambda text: None,
-) -> Measured:
-    """Measure every definition on samples of ``rows``.
-
-    The logit lens costs 2 d V operations a row and layer, more than all else together, so it
-    reads ``lens_tokens`` rows; the sample is evenly spread over the order of ``rows``.
+    Of the logits of a hidden state this is the logit lens (nostalgebraist 2020).
 
     Parameters
     ----------
-    target
-        Its ``unembed`` has the final norm, logit scaling and soft-capping of the model.
-    rows
-        ``[n]`` indices into ``source``.
-    overlap
-        ``CKA.overlap`` of the same rows and boundaries.
+    logits
+        ``[n, V]``; minus infinity forbids a token.
 
-    Raises
-    ------
-    ValueError
-        When there are fewer than 4 rows, or entropies are not finite.
+    Returns
+    -------
+    Tensor
+        ``[n]`` in nats, float32; at most log V.
+
+    Examples
+    --------
+    >>> entropy_of_logits(torch.tensor([[0.0, 0.0, -torch.inf]]))
+    tensor([0.6931])
     """
-    if len(rows) < 4:
-        raise ValueError(f"entropies need at least 4 rows, got {len(rows)}")
-    boundaries = tuple(source.boundaries if boundaries is None else boundaries)
-    generator = torch.Generator().manual_seed(seed)
-    lens_rows = spread_sample(len(rows), lens_tokens, generator)
-    lens = torch.empty(len(boundaries), len(lens_rows))
-    features, mass = torch.empty_like(lens), torch.empty_like(lens)
-    for i, boundary in enumerate(boundaries):
-        start = 0
-        for block in source.blocks(rows[lens_rows], _LENS_ROWS, [boundary]):
-            stop = start + block.shape[1]
-            lens[i, start:stop] = entropy_of_logits(target.unembed(block[0])).cpu()
-            features[i, start:stop], mass[i, start:stop] = feature_softmax(block[0])
-            start = stop
-        say(f"logit-lens entropy: boundary {boundary}, {len(lens_rows):,} positions")
-    if not (torch.isfinite(lens).all() and torch.isfinite(mass).all()):
-        raise ValueError("an entropy is NaN or infinite; the states hold such values")
-    grams = sample_grams(source, rows, boundaries, count=gram_rows, seed=seed)
-    return Measured(
-        lens, lens_rows, features, mass, grams, overlap, target.vocab_size, source.d, len(rows)
+    return torch.cat(
+        [entropy_of_log_probs(torch.log_softmax(x.float(), -1)) for x in in_cache(logits)]
     )
 
 
-def sample_grams(
-    source: Source,
-    rows: Tensor,
-    boundaries: Sequence[int] | None = None,
-    *,
-    count: int = GRAM_ROWS,
-    seed: int = 0,
-) -> Tensor:
-    """Trace-1 Gram matrices ``[L, count, count]`` of the same sampled rows at every boundary.
+def entropy_of_log_probs(log_p: Tensor) -> Tensor:
+    """Entropy ``[n]`` in nats of distributions given by log probabilities ``[n, V]``, float32.
 
-    Entropies of spectra grow with the number of rows, so compare them at equal counts only.
+    >>> entropy_of_log_probs(torch.tensor([[0.25, 0.25, 0.5, 0.0]]).log())
+    tensor([1.0397])
     """
-    places = spread_sample(len(rows), count, torch.Generator().manual_seed(seed))
-    chosen = rows[places]
-    boundaries = source.boundaries if boundaries is None else boundaries
-    return torch.stack(
-        [trace_gram(next(source.blocks(chosen, len(chosen), [b]))[0]) for b in boundaries]
-    )
+    # A forbidden token has minus infinity; clamped, its share is 0 times a number and not NaN.
+    found: Tensor = torch.linalg.vecdot(log_p.exp(), log_p.clamp_min(-1e4))
+    return -found
 
 
-def spread_sample(n: int, count: int, generator: torch.Generator) -> Tensor:
-    """``min(n, count)`` rising places of range(n), one drawn from each of equal intervals."""
-    count = min(n, count)
-    edges = torch.arange(count + 1) * n // count
-    return edges[:-1] + (torch.rand(count, generator=generator) * edges.diff()).long()
+def in_cache(logits: Tensor) -> tuple[Tensor, ...]:
+    """Parts of ``[n, V]`` small enough to stay in a processor's cache while they are worked on.
+
+    >>> [len(part) for part in in_cache(torch.empty(10, 1 << 17))]
+    [4, 4, 2]
+    """
+    if logits.device.type != "cpu":
+        return (logits,)  # a GPU would spend the time on launching small kernels
+    parts: tuple[Tensor, ...] = logits.split(max(1, CACHE_VALUES // logits.shape[-1]))
+    return parts
 
 
 def feature_softmax(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy ``[m]`` of softmax over the features of ``[m, d]`` states, and log-sum-exp.
+    r"""Entropy of softmax over the features of each state, and the log of its normaliser.
 
-    In float64: states of a massive activation reach 7e4.
+    The normaliser, :math:`\log\sum_i e^{h_i}`, is what the softmax of concatenated states needs.
+
+    Parameters
+    ----------
+    states
+        ``[m, d]``; computed in float64, because states of a massive activation reach 7e4.
+
+    Returns
+    -------
+    entropy, log_mass
+        Each ``[m]``, float32, in nats.
+
+    Examples
+    --------
+    >>> feature_softmax(torch.zeros(1, 4))
+    (tensor([1.3863]), tensor([1.3863]))
     """
     states = states.double()
     mass = states.logsumexp(-1)
@@ -222,12 +93,28 @@ def feature_softmax(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def trace_gram(states: Tensor) -> Tensor:
-    """Gram matrix ``[m, m]`` float64 of centred states ``[m, d]``, divided by its trace.
+    r"""Gram matrix of centred states, divided by its trace: :math:`XX^\top/\mathrm{tr}\,XX^\top`.
+
+    Parameters
+    ----------
+    states
+        ``[m, d]``.
+
+    Returns
+    -------
+    Tensor
+        ``[m, m]`` float64 with the eigenvalues of the trace-1 covariance.
 
     Raises
     ------
     ValueError
         When the rows are all equal.
+
+    Examples
+    --------
+    >>> trace_gram(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+    tensor([[ 0.5000, -0.5000],
+            [-0.5000,  0.5000]], dtype=torch.float64)
     """
     x = states.double()
     x = x - x.mean(0)
@@ -237,289 +124,82 @@ def trace_gram(states: Tensor) -> Tensor:
     return x @ x.T / trace
 
 
+def renyi2_entropy(operators: Tensor) -> Tensor:
+    r"""Rényi-2 entropy of a spectrum, :math:`-\log\mathrm{tr}\,\hat\Sigma^2`.
+
+    Its exponential is an effective number of directions. Of a Gram matrix of n rows it is the
+    plug-in value, too small because the trace is too large by about 1/n; ``cka_sums`` removes
+    that bias. Skean et al. 2025, with alpha = 2.
+
+    Parameters
+    ----------
+    operators
+        ``[..., g, g]`` symmetric, of trace 1.
+
+    Returns
+    -------
+    Tensor
+        ``[...]`` in nats; at most log g.
+
+    Examples
+    --------
+    >>> renyi2_entropy(torch.eye(4) / 4).exp()
+    tensor(4.)
+    """
+    return -operators.square().sum((-2, -1)).log()
+
+
 def spectrum_entropy(operators: Tensor) -> Tensor:
-    """Von Neumann entropy ``[...]`` in nats of trace-1 symmetric matrices ``[..., g, g]``."""
-    values = torch.linalg.eigvalsh(operators).clamp_min(0)
-    return torch.special.entr(values).sum(-1)
+    r"""Von Neumann entropy, :math:`-\sum_i \lambda_i\log\lambda_i` over the eigenvalues.
+
+    It grows with the number of rows of a Gram matrix, so compare equal numbers only.
+    Skean et al. 2025, with alpha = 1.
+
+    Parameters
+    ----------
+    operators
+        ``[..., g, g]`` symmetric, of trace 1.
+
+    Returns
+    -------
+    Tensor
+        ``[...]`` in nats; at most log g.
+
+    Examples
+    --------
+    >>> spectrum_entropy(torch.diag(torch.tensor([0.5, 0.5, 0.0])))
+    tensor(0.6931)
+    """
+    values: Tensor = torch.linalg.eigvalsh(operators)
+    shares: Tensor = torch.special.entr(values.clamp_min(0))
+    return shares.sum(-1)
 
 
 def coding_rate(operators: Tensor, width: int, precision: float = CODING_PRECISION) -> Tensor:
-    """Coding rate ``[...]`` in nats: 1/2 logdet(I + width / precision^2 K), K of trace 1 per layer.
+    r"""Coding rate, :math:`\frac12\log\det(I + \frac{d}{\varepsilon^2}\hat\Sigma)`.
 
-    Ma et al. 2007, equation 7, with rows scaled to unit mean square.
+    Nats that store a state up to the error :math:`\varepsilon`, for states scaled to unit mean
+    square. Ma et al. 2007, equation 7.
+
+    Parameters
+    ----------
+    operators
+        ``[..., g, g]`` symmetric; of trace 1 for a layer, the sum of its members' for a set.
+    width
+        Width d of a state.
+    precision
+        The error.
+
+    Returns
+    -------
+    Tensor
+        ``[...]`` in nats.
+
+    Examples
+    --------
+    >>> coding_rate(torch.eye(2) / 2, width=2, precision=1.0)  # log 2
+    tensor(0.6931)
     """
-    g = operators.shape[-1]
-    eye = torch.eye(g, dtype=operators.dtype)
-    factor = torch.linalg.cholesky(eye + operators * (width / precision**2))
+    eye = torch.eye(operators.shape[-1], dtype=operators.dtype)
+    factor: Tensor = torch.linalg.cholesky(eye + operators * (width / precision**2))
     return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-
-Sets = NDArray[np.integer]
-
-
-@dataclass(frozen=True)
-class Definition:
-    """One meaning of "entropy of layers".
-
-    Attributes
-    ----------
-    layers
-        Function of ``Measured``: ``[L]`` in nats; ``[B, L]`` for replicates.
-    sets
-        Function of ``Measured`` and sets ``[M, k]`` of layer indices: the entropy of the
-        concatenation, ``[M]`` or ``[B, M]``.
-    largest
-        Function of ``Measured`` and k: the largest possible value.
-    formula, aggregate, invariant, cost, source
-        For the reader, in TeX and words; source is a citation key, or
-        empty for a quantity in common use.
-    additive
-        Whether the entropy of a set is the mean of its members'.
-    """
-
-    name: str
-    title: str
-    formula: str
-    aggregate: str
-    invariant: str
-    cost: str
-    source: str
-    layers: Callable[[Measured], Tensor]
-    sets: Callable[[Measured, Sets], Tensor]
-    largest: Callable[[Measured, int], float]
-    additive: bool = False
-
-    def layer_shares(self, measured: Measured) -> Tensor:
-        """Layer entropies as shares of the largest possible value, ``[L]`` or ``[B, L]``."""
-        return self.layers(measured) / self.largest(measured, 1)
-
-    def set_shares(self, measured: Measured, sets: Sets) -> Tensor:
-        """Set entropies as shares of the largest possible value, ``[M]`` or ``[B, M]``."""
-        return self.sets(measured, sets) / self.largest(measured, sets.shape[1])
-
-    def aggregate_function(self, measured: Measured) -> Callable[[Sets], NDArray[Any]]:
-        """The shares of sets as a function that ``selection`` can call.
-
-        Searching, ranking and drawing ask for the same thousands of sets; where each set costs a
-        spectrum, what was computed once is remembered.
-        """
-        known: dict[bytes, NDArray[Any]] = {}
-
-        def aggregate(sets: Sets) -> NDArray[Any]:
-            if self.additive:
-                return self.set_shares(measured, sets).numpy()
-            wanted = np.ascontiguousarray(sets, dtype=np.int16)
-            key = bytes([wanted.shape[1]]) + wanted.tobytes()
-            if key not in known:
-                known[key] = self.set_shares(measured, sets).numpy()
-            return known[key]
-
-        return aggregate
-
-
-def _row_mean(values: Tensor, measured: Measured) -> Tensor:
-    """Mean over the last axis of ``[X, m]``, or weighted means ``[B, X]``."""
-    values = values.double()
-    if measured.weights is None:
-        return values.mean(-1)
-    w = measured.weights.double()
-    return (w / w.sum(1, keepdim=True)) @ values.T
-
-
-def _index(sets: Sets) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(sets, dtype=np.int64))
-
-
-def _lens_sets(measured: Measured, sets: Sets) -> Tensor:
-    return _row_mean(measured.lens, measured)[..., _index(sets)].mean(-1)
-
-
-def _feature_sets(measured: Measured, sets: Sets) -> Tensor:
-    """Grouping law: softmax over concatenated features = softmax over layers, then within."""
-    found = []
-    for part in _index(sets).split(512):
-        mass = measured.log_mass.double()[part]  # [M, k, m]
-        share = torch.softmax(mass, 1)
-        inner = (share * measured.feature_entropy.double()[part]).sum(1)
-        found.append(_row_mean(inner + torch.special.entr(share).sum(1), measured))
-    return torch.cat(found, -1)
-
-
-def _renyi_layers(measured: Measured) -> Tensor:
-    return -measured.overlap.diagonal(dim1=-2, dim2=-1).log()
-
-
-def _renyi_sets(measured: Measured, sets: Sets) -> Tensor:
-    """The Gram matrix of a concatenation is the sum of its members', so overlaps add up."""
-    index = _index(sets)
-    k = index.shape[1]
-    pairs = (measured.overlap[..., index[:, a], index[:, b]] for a in range(k) for b in range(k))
-    return -(sum(pairs) / k**2).log()
-
-
-def _gram_layers(score: Callable[[Tensor, int], Tensor]) -> Callable[[Measured], Tensor]:
-    return lambda measured: score(measured.grams, measured.width)
-
-
-def _gram_sets(
-    score: Callable[[Tensor, int], Tensor], mean: bool
-) -> Callable[[Measured, Sets], Tensor]:
-    def sets_entropy(measured: Measured, sets: Sets) -> Tensor:
-        found = []
-        for part in _index(sets).split(256):
-            total = measured.grams[part[:, 0]].clone()
-            for column in part.T[1:]:
-                total += measured.grams[column]
-            found.append(score(total / part.shape[1] if mean else total, measured.width))
-        return torch.cat(found)
-
-    return sets_entropy
-
-
-def _directions(measured: Measured, k: int) -> int:
-    """Largest possible rank of g centred rows of k concatenated layers."""
-    return min(measured.grams.shape[-1] - 1, k * measured.width)
-
-
-def _largest_coding(measured: Measured, k: int) -> float:
-    r = _directions(measured, k)
-    return 0.5 * r * math.log1p(k * measured.width / CODING_PRECISION**2 / r)
-
-
-DEFINITIONS: dict[str, Definition] = {
-    d.name: d
-    for d in (
-        Definition(
-            name="logit_lens",
-            title="logit lens",
-            formula=r"\frac1n\sum_t H\big(\mathrm{softmax}(W_U\,\mathrm{norm}(h_t))\big)",
-            aggregate="mean of the members",
-            invariant="scale of each state (the final norm removes it)",
-            cost=r"$2ndV$",
-            source="nostalgebraist2020",
-            layers=lambda measured: _row_mean(measured.lens, measured),
-            sets=_lens_sets,
-            largest=lambda measured, k: math.log(measured.vocabulary),
-            additive=True,
-        ),
-        Definition(
-            name="renyi2",
-            title="Rényi-2",
-            formula=r"-\log\,\mathrm{tr}\,\hat\Sigma^2,\quad\hat\Sigma=\Sigma/\mathrm{tr}\,\Sigma",
-            aggregate=r"same formula for the concatenation, each layer scaled to trace 1",
-            invariant="rotation, shift, scale",
-            cost="none beyond CKA",
-            source="skean2025",
-            layers=_renyi_layers,
-            sets=_renyi_sets,
-            largest=lambda measured, k: math.log(min(measured.rows - 1, k * measured.width)),
-        ),
-        Definition(
-            name="von_neumann",
-            title="von Neumann",
-            formula=r"-\mathrm{tr}\,\hat\Sigma\log\hat\Sigma",
-            aggregate=r"same formula for the concatenation, each layer scaled to trace 1",
-            invariant="rotation, shift, scale",
-            cost=r"$g^2d+g^3$ for $g$ rows",
-            source="skean2025",
-            layers=_gram_layers(lambda grams, width: spectrum_entropy(grams)),
-            sets=_gram_sets(lambda grams, width: spectrum_entropy(grams), mean=True),
-            largest=lambda measured, k: math.log(_directions(measured, k)),
-        ),
-        Definition(
-            name="coding_rate",
-            title="coding rate",
-            formula=r"\tfrac12\log\det\big(I+\tfrac{d}{\varepsilon^2}\hat\Sigma\big)",
-            aggregate=r"same formula with the sum of the members' $\hat\Sigma$ in row space",
-            invariant="rotation, shift, scale",
-            cost=r"$g^2d+g^3/3$ for $g$ rows",
-            source="ma2007",
-            layers=_gram_layers(coding_rate),
-            sets=_gram_sets(coding_rate, mean=False),
-            largest=_largest_coding,
-        ),
-        Definition(
-            name="softmax",
-            title="softmax over features",
-            formula=r"\frac1n\sum_t H\big(\mathrm{softmax}(h_t)\big)",
-            aggregate="same formula for the concatenated features",
-            invariant="order of features only; scale acts as a temperature",
-            cost=r"$nd$",
-            source="",
-            layers=lambda measured: _row_mean(measured.feature_entropy, measured),
-            sets=_feature_sets,
-            largest=lambda measured, k: math.log(k * measured.width),
-        ),
-    )
-}
-
-
-def replicated_shares(
-    definition: Definition, measured: Measured, sets: Sets | None, weights: Tensor, overlaps: Tensor
-) -> NDArray[Any]:
-    """Entropies in bootstrap replicates, as ``selection.stability`` wants them.
-
-    Parameters
-    ----------
-    sets
-        ``[M, k]``, all sets that will be searched; None when they are too many, and the mean of
-        the members' entropies has to do.
-    weights, overlaps
-        See ``Measured.resampled``.
-
-    Returns
-    -------
-    ndarray
-        ``[B, L]`` of layers when the definition is additive or sets is None, else ``[B, M]``.
-    """
-    again = measured.resampled(weights, overlaps)
-    if definition.additive or sets is None:
-        found = definition.layer_shares(again)
-    else:
-        found = definition.set_shares(again, sets)
-    return found.expand(len(weights), found.shape[-1]).numpy()
-
-
-@torch.inference_mode()
-def mixture_entropy(
-    target: Unembedding,
-    source: Source,
-    rows: Tensor,
-    sets: Sequence[Sequence[int]],
-) -> tuple[Tensor, Tensor]:
-    """Logit-lens entropy of the mean of the members' distributions, for a few sets.
-
-    The excess over the mean of the members' entropies is their Jensen-Shannon divergence: how
-    much their readings of the same position differ. Too costly for all sets, V numbers for every
-    row and layer.
-
-    Parameters
-    ----------
-    sets
-        Boundaries of each set.
-
-    Returns
-    -------
-    mixture, mean
-        Each ``[sets]``, in nats.
-    """
-    needed = sorted({b for s in sets for b in s})
-    place = {b: i for i, b in enumerate(needed)}
-    mixture, mean = torch.zeros(len(sets), dtype=torch.float64), torch.zeros(len(sets)).double()
-    for block in source.blocks(rows, 32, needed):
-        p = torch.stack([torch.softmax(target.unembed(x), -1).cpu() for x in block])
-        own = torch.special.entr(p).sum(-1)
-        for i, s in enumerate(sets):
-            index = [place[b] for b in s]
-            mixture[i] += torch.special.entr(p[index].mean(0)).sum()
-            mean[i] += own[index].mean(0).sum()
-    return mixture / len(rows), mean / len(rows)
-
-
-def rank_correlation(scores: Tensor | NDArray[Any]) -> Tensor:
-    """Spearman's rank correlation ``[D, D]`` between the rows of ``[D, M]``; ties share a rank."""
-    ranks = []
-    for row in torch.as_tensor(scores).double():
-        _, place, count = row.unique(return_inverse=True, return_counts=True)
-        ranks.append((count.cumsum(0) - (count.double() - 1) / 2)[place])
-    return torch.corrcoef(torch.stack(ranks))

@@ -3,13 +3,14 @@
 Used in chapter 03, and by chapters 02, 04 and 05 for their rows. Two different things are
 decided here. ``eligible`` drops what must not enter any statistic: prompt positions, copies of a
 shared prefix, attention sinks. The *filter* then keeps the share of positions at which the target
-is least certain of its next token; ``recommend`` looks at the whole curve over shares and may
-find that none can be recommended. Statistics of the kept rows are ``cka``'s and ``entropy``'s.
+is least certain of its next token: ``along_filter`` chooses layers at every share, and
+``recommend`` looks at the whole curve and may find that no share can be recommended. How
+similarity and entropy are computed is left to ``cka_sums`` and ``layer_entropy``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +18,15 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from draftlayers.spec import UserError
+from draftlayers.cka_sums import CKASums
+from draftlayers.layer_entropy import Definition, EntropySamples, replicated_shares
+from draftlayers.project import Say, UserError, quiet
+from draftlayers.selection import EXHAUSTIVE_K, all_sets, search
+from draftlayers.spec import FEWEST_ROWS
+from draftlayers.stability import Stability, bootstrap_choice
 
 SINK_RATIO = 10.0
 SINK_POSITIONS = 1
-MIN_ROWS = 64
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
@@ -83,7 +88,7 @@ def eligible(
     norms
         ``[boundaries, n]``.
     keep_sinks
-        Keep sinks, and prompt positions with them, to show what they would do. Copies still go.
+        Keep sinks, also those in prompts, to show what they would do. All else still goes.
     ratio
         See ``sinks``.
 
@@ -94,12 +99,12 @@ def eligible(
     """
     by_position, by_norm = sinks(norms, meta["position"], ratio=ratio)
     reasons = {"copies of a shared prefix": meta["duplicate"]}
-    if not keep_sinks:
-        reasons |= {
-            "sinks by position": by_position,
-            "sinks by norm": by_norm,
-            "positions that do not predict an answer": ~meta["answer"],
-        }
+    other = ~meta["answer"]
+    if keep_sinks:
+        other &= ~(by_position | by_norm)
+    else:
+        reasons |= {"sinks by position": by_position, "sinks by norm": by_norm}
+    reasons["positions that do not predict an answer"] = other
     reasons["no predictive entropy"] = ~torch.isfinite(meta["predictive_entropy"])
     left = torch.ones_like(meta["duplicate"])
     counts = {"all": len(left)}
@@ -108,12 +113,14 @@ def eligible(
         left &= ~dropped
     rows = left.nonzero()[:, 0]
     counts["kept"] = len(rows)
-    if len(rows) < MIN_ROWS:
+    if len(rows) < FEWEST_ROWS:
         raise UserError(
             f"only {len(rows)} of {len(left)} positions can be used "
             f"({', '.join(f'{n} {why}' for why, n in counts.items() if why not in ('all', 'kept'))}"
-            f"); statistics need at least {MIN_ROWS}, so raise stat_tokens"
+            f"); statistics need at least {FEWEST_ROWS}, so raise stat_tokens"
         )
+    # Rows of equal entropy in a random order, or a filter would prefer the first conversations.
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
     order = torch.argsort(meta["predictive_entropy"][rows], descending=True, stable=True)
     return Eligible(rows[order], counts)
 
@@ -136,7 +143,9 @@ class Recommendation:
     reason: str
 
 
-def largest_shift(matrices: ArrayLike, errors: ArrayLike) -> tuple[NDArray, NDArray]:
+def largest_shift(
+    matrices: ArrayLike, errors: ArrayLike
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """How far CKA moves from that of all rows, and the standard error of the pair that moves most.
 
     Parameters
@@ -190,7 +199,7 @@ def recommend(
     for i in range(len(shares) - 2, -1, -1):
         if chosen[i] != chosen[-1]:
             break
-        if weakest[i] >= confidence and rows[i] >= MIN_ROWS:
+        if weakest[i] >= confidence and rows[i] >= FEWEST_ROWS:
             best = i
     if best is not None:
         return Recommendation(
@@ -212,6 +221,113 @@ def recommend(
     else:
         why = (
             "all cuts choose the same layers, but not reliably: in bootstrap replicates the "
-            f"weakest of them is chosen in {max(weakest[:-1]):.0%} at best"
+            f"weakest of them is chosen in {max(weakest[:-1] or weakest):.0%} at best"
         )
     return Recommendation(1.0, False, f"no threshold can be recommended: {why}; all rows are kept")
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a filter that keeps a share of the rows would choose.
+
+    Attributes
+    ----------
+    share, rows
+        Share of the rows that is kept, and how many these are.
+    matrix, se, biased
+        ``[N+1, N+1]`` debiased CKA, its standard error (NaN where there is none), and the plug-in
+        estimate.
+    overlap
+        ``[N+1, N+1]``, see ``cka_sums.CKA``.
+    exact_share
+        ``[N+1]`` share of each layer that the sums hold exactly.
+    entropy
+        ``[N+1]`` entropy of each layer as a share of the largest possible one.
+    layers
+        The choice on these rows.
+    stability
+        What bootstrap replicates over sequences choose.
+    """
+
+    share: float
+    rows: int
+    matrix: NDArray[np.floating]
+    se: NDArray[np.floating]
+    biased: NDArray[np.floating]
+    overlap: NDArray[np.floating]
+    exact_share: NDArray[np.floating]
+    entropy: NDArray[np.floating]
+    layers: tuple[int, ...]
+    stability: Stability
+
+
+def along_filter(
+    sums: CKASums,
+    part: Tensor,
+    samples: EntropySamples,
+    definition: Definition,
+    shares: Sequence[float],
+    k: int,
+    *,
+    grams: Callable[[float], Tensor],
+    bootstrap: int,
+    seed: int = 0,
+    say: Say = quiet,
+) -> list[Level]:
+    """Search at every share of rows that ``sums`` holds, with a bootstrap over sequences at each.
+
+    Shares that leave fewer than 64 rows are passed over.
+
+    Parameters
+    ----------
+    sums
+        From one pass of ``cka_pass.accumulate`` over all rows, with these shares.
+    part
+        ``[n]`` the part that each row was dealt into (``cka_pass.deal_parts``).
+    samples, definition
+        Entropies of the same rows, and which definition counts.
+    grams
+        Gram matrices of the rows that a share keeps (``layer_entropy.sample_grams``).
+
+    Raises
+    ------
+    UserError
+        When the rows come from too few sequences for a bootstrap.
+    """
+    sets = None
+    if k <= EXHAUSTIVE_K:
+        sets = all_sets(range(1, len(samples.lens) - 1), k)
+    levels = []
+    for number, share in enumerate(shares):
+        if (left := round(len(part) * share)) < FEWEST_ROWS:
+            say(f"filter: keeping {share:.0%} would leave {left} rows, too few to choose by")
+            continue
+        at = sums.compute(number)
+        among = samples.among(at.n, at.overlap, grams(share))
+        values, matrix = definition.layer_shares(among).numpy(), at.matrix.numpy()
+        best = search(values, matrix, k, definition.aggregate_function(among))
+        try:
+            weights = sums.bootstrap_weights(bootstrap, seed, number)
+            matrices, overlaps = sums.replicates(weights, number)
+        except ValueError as err:
+            raise UserError(f"{err}; raise stat_tokens") from None
+        again = replicated_shares(
+            definition, among, sets, weights[:, part[among.lens_rows]], overlaps
+        )
+        se = at.matrix.new_full(at.matrix.shape, float("nan")) if at.se is None else at.se
+        levels.append(
+            Level(
+                share,
+                at.n,
+                matrix,
+                se.numpy(),
+                at.biased.numpy(),
+                at.overlap.numpy(),
+                at.exact_share.numpy(),
+                values,
+                best.layers,
+                bootstrap_choice(again, matrices, k),
+            )
+        )
+        say(f"filter: keeping {share:.0%} ({at.n:,} rows) chooses {list(best.layers)}")
+    return levels

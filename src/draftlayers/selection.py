@@ -1,9 +1,10 @@
-"""Choosing k layers from entropies and CKA: rules, exhaustive search, and how stable they are.
+"""Choosing k layers from entropies and CKA: rules, exhaustive search, and ranks.
 
 Used in chapters 03 (the choice along the filter's curve) and 05. Everything here works on small
-numpy arrays: ``entropy[b]`` is the score of boundary b, larger is better and never negative,
+numpy arrays: ``entropy[b]`` is the score of boundary b, larger is better,
 ``cka[b, c]`` the similarity of boundaries b and c, both indexed 0..N. How they were measured is
-``entropy``'s and ``cka``'s business. Boundaries 1..N-1 are candidates.
+``layer_entropy``'s and ``cka_sums``'s business, how far a choice can be trusted ``stability``'s.
+Boundaries 1..N-1 are candidates.
 
 The score of a set S is its aggregate entropy times its diversity,
 
@@ -20,18 +21,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from draftlayers.spec import UserError
-
-if TYPE_CHECKING:  # searching sets needs no torch
-    from torch import Tensor
-
-    from draftlayers.cka import CKASums
-    from draftlayers.entropy import Definition, Measured
+from draftlayers.project import UserError
 
 Aggregate = Callable[[NDArray[np.integer]], NDArray[np.floating]]
 EXHAUSTIVE_K = 4
@@ -166,10 +161,11 @@ def mean_entropy(entropy: ArrayLike) -> Aggregate:
     values = np.asarray(entropy, np.float64)
 
     def aggregate(sets: NDArray[np.integer]) -> NDArray[np.floating]:
-        total = values[sets[:, 0]]
+        total: NDArray[np.float64] = values[sets[:, 0]]
         for column in sets.T[1:]:
             total = total + values[column]
-        return total / sets.shape[1]
+        mean: NDArray[np.float64] = total / sets.shape[1]
+        return mean
 
     return aggregate
 
@@ -188,8 +184,12 @@ def diversity(sets: NDArray[np.integer], cka: ArrayLike) -> NDArray[np.floating]
 def score_sets(
     sets: NDArray[np.integer], aggregate: Aggregate, cka: ArrayLike
 ) -> NDArray[np.floating]:
-    """E(S) (1 - max CKA) of each set, ``[sets]``."""
-    return aggregate(sets) * diversity(sets, cka)
+    """E(S) (1 - max CKA) of each set, ``[sets]``; minus infinity where it is no number.
+
+    A layer may have no CKA (a few rows outweigh all others), and then no set with it can win.
+    """
+    score = aggregate(sets) * diversity(sets, cka)
+    return np.where(np.isnan(score), -np.inf, score)
 
 
 def _prepare(
@@ -320,7 +320,7 @@ def beam(
     aggregate = aggregate or mean_entropy(values)
     ranked = sorted(candidates, key=lambda b: (-values[b], b))[: max(pool, k)]
     beams: list[tuple[int, ...]] = [(b,) for b in sorted(ranked)]
-    trace = []
+    trace: list[dict[str, Any]] = []
     for size in range(1, k + 1):
         if size > 1:
             grown = sorted({tuple(sorted((*s, b))) for s in beams for b in ranked if b not in s})
@@ -353,7 +353,9 @@ def log_det(
     values, matrix, candidates = _prepare(entropy, cka, k)
     aggregate = aggregate or mean_entropy(values)
     index = np.array(candidates)
-    kernel = values[index][:, None] * matrix[np.ix_(index, index)] * values[index]
+    largest = values[index].max() or 1.0  # a common factor chooses nothing, and could overflow
+    weights = values[index] / largest if values[index].any() else np.ones(len(index))
+    kernel = weights[:, None] * matrix[np.ix_(index, index)] * weights
     left = kernel.diagonal().copy()
     factors = np.zeros((0, len(index)))
     kept: list[int] = []
@@ -364,7 +366,7 @@ def log_det(
         if masked[j] <= 1e-12 * kernel.diagonal().max():
             break
         row = (kernel[j] - factors[:, j] @ factors) / math.sqrt(left[j])
-        trace.append({"layer": int(index[j]), "gain": math.log(left[j])})
+        trace.append({"layer": int(index[j]), "gain": math.log(left[j]) + 2 * math.log(largest)})
         kept.append(int(index[j]))
         factors = np.vstack([factors, row])
         left = left - row**2
@@ -404,7 +406,9 @@ def search(
 
 def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:
     """Baseline: k boundaries spread evenly over 1..N-1."""
-    return check_layers([round(1 + (n_layers - 2) * (i + 0.5) / k) for i in range(k)], n_layers)
+    # Halves go up: rounded to even numbers, neighbours could meet.
+    places = [int(1.5 + (n_layers - 2) * (i + 0.5) / k) for i in range(k)]
+    return check_layers(places, n_layers)
 
 
 def last_layers(n_layers: int, k: int) -> tuple[int, ...]:
@@ -412,7 +416,7 @@ def last_layers(n_layers: int, k: int) -> tuple[int, ...]:
     return check_layers(range(n_layers - k, n_layers), n_layers)
 
 
-def compare(
+def all_rules(
     entropy: ArrayLike,
     cka: ArrayLike,
     k: int,
@@ -467,139 +471,11 @@ def rank_of(
     chosen = check_layers(layers, len(values) - 1)
     aggregate = aggregate or mean_entropy(values)
     score = _set_score(chosen, aggregate, matrix)
+    slack = 1e-12 * abs(score) if math.isfinite(score) else 0.0  # rounding makes no ranks
     better = worse = total = 0
     for sets in _chunks(candidates, len(chosen)):
         others = score_sets(sets, aggregate, matrix)
-        better += int((others > score * (1 + 1e-12)).sum())
-        worse += int((others < score * (1 - 1e-12)).sum())
+        better += int((others > score + slack).sum())
+        worse += int((others < score - slack).sum())
         total += len(others)
     return Rank(better + 1, total, 100 * worse / total, score)
-
-
-@dataclass(frozen=True)
-class Stability:
-    """What the search chose in bootstrap replicates.
-
-    sets lists (layers, share of replicates) by falling share; inclusion ``[N+1]`` is the share of
-    replicates that chose each boundary; agreement is 1 when every replicate chose the same set and
-    about 0 when the choices are random (Nogueira et al. 2018, equation 4).
-    """
-
-    sets: list[tuple[tuple[int, ...], float]]
-    inclusion: NDArray[np.floating]
-    agreement: float
-    times: int
-
-    def share(self, layers: Sequence[int]) -> float:
-        """Share of replicates that chose exactly these layers."""
-        return dict(self.sets).get(tuple(sorted(layers)), 0.0)
-
-
-def stability(entropies: ArrayLike, ckas: ArrayLike, k: int) -> Stability:
-    """Search again in every replicate.
-
-    Parameters
-    ----------
-    entropies
-        ``[times, N+1]`` layer entropies; or ``[times, C(N-1, k)]`` aggregates of all sets, in the
-        order of ``all_sets``, when the definition is not the mean of its members.
-    ckas
-        ``[times, N+1, N+1]``.
-    k
-        Layers of a set.
-    """
-    values, matrices = np.asarray(entropies, np.float64), np.asarray(ckas, np.float64)
-    n_layers = matrices.shape[1] - 1
-    per_layer = values.shape[1] == n_layers + 1
-    if k > EXHAUSTIVE_K:
-        if not per_layer:
-            raise ValueError(f"aggregates of all sets are only searched up to k = {EXHAUSTIVE_K}")
-        chosen = np.array([search(e, c, k).layers for e, c in zip(values, matrices, strict=True)])
-    else:
-        sets = all_sets(range(1, n_layers), k)
-        if not per_layer and values.shape[1] != len(sets):
-            raise ValueError(
-                f"expected {n_layers + 1} layer entropies or {len(sets)} set entropies for each "
-                f"replicate, got {values.shape[1]}"
-            )
-        chosen = np.empty((len(matrices), k), np.int16)
-        for i, (e, c) in enumerate(zip(values, matrices, strict=True)):
-            aggregate = mean_entropy(e)(sets) if per_layer else e
-            score = aggregate * diversity(sets, c)
-            # A replicate may leave a layer without a CKA; its sets cannot win.
-            chosen[i] = sets[np.argmax(np.nan_to_num(score, nan=-np.inf))]
-    found, counts = np.unique(chosen, axis=0, return_counts=True)
-    order = np.lexsort((*found.T[::-1], -counts))
-    times = len(chosen)
-    inclusion = np.bincount(chosen.ravel(), minlength=n_layers + 1) / times
-    m = n_layers - 1
-    expected = k / m * (1 - k / m)
-    spread = inclusion[1:n_layers] * (1 - inclusion[1:n_layers]) * times / max(1, times - 1)
-    return Stability(
-        [(tuple(found[i].tolist()), counts[i] / times) for i in order],
-        inclusion,
-        float(1 - spread.mean() / expected) if expected else 1.0,
-        times,
-    )
-
-
-@dataclass(frozen=True)
-class Level:
-    """What a filter that keeps a share of the rows would choose.
-
-    matrix and se ``[N+1, N+1]`` are CKA and its standard error, entropy ``[N+1]`` the layers'
-    shares of the largest possible entropy, stability that of the choice.
-    """
-
-    share: float
-    rows: int
-    matrix: NDArray[np.floating]
-    se: NDArray[np.floating]
-    entropy: NDArray[np.floating]
-    layers: tuple[int, ...]
-    stability: Stability
-
-
-def along_filter(
-    sums: CKASums,
-    part: Tensor,
-    measured: Measured,
-    definition: Definition,
-    shares: Sequence[float],
-    k: int,
-    *,
-    bootstrap: int,
-    seed: int = 0,
-    say: Callable[[str], None] = lambda text: None,
-) -> list[Level]:
-    """Search at every share of rows that ``sums`` holds, with a bootstrap over sequences at each.
-
-    Parameters
-    ----------
-    sums
-        From one pass of ``cka.measure`` over all rows, with these shares.
-    part
-        ``[n]`` the part that each row was dealt into (``cka.deal_parts``).
-    measured, definition
-        Entropies of the same rows, and which definition counts.
-    """
-    from draftlayers.entropy import replicated_shares
-
-    sets = None
-    if k <= EXHAUSTIVE_K:
-        sets = all_sets(range(1, len(measured.lens) - 1), k)
-    levels = []
-    for number, share in enumerate(shares):
-        at = sums.compute(number)
-        among = measured.among(at.n, at.overlap)
-        values, matrix = definition.layer_shares(among).numpy(), at.matrix.numpy()
-        best = search(values, matrix, k, definition.aggregate_function(among))
-        weights = sums.bootstrap_weights(bootstrap, seed, number)
-        matrices, overlaps = sums.replicates(weights, number)
-        again = replicated_shares(
-            definition, among, sets, weights[:, part[among.lens_rows]], overlaps
-        )
-        stable = stability(again, matrices, k)
-        levels.append(Level(share, at.n, matrix, at.se.numpy(), values, best.layers, stable))
-        say(f"filter: keeping {share:.0%} ({at.n:,} rows) chooses {list(best.layers)}")
-    return levels
