@@ -15,7 +15,8 @@ everything is trained, the heads of all answers decode, and the record is writte
 ``answers``
     heads of the default rule's layers on shares of the training answers;
 ``choices``
-    likewise on an eighth of the answers, with one choice of the training changed each time.
+    likewise on an eighth of the answers, with one choice of the training changed each time; what
+    they are compared with is the default rule's first head of ``seeds``, trained once for both.
 
 The record's ``decoding`` holds acceptance lengths in real greedy decoding on our held-out prompts
 and, with ``--spec-bench question.jsonl``, on Spec-Bench's questions (first turns): the target's own
@@ -37,18 +38,20 @@ import torch
 import typer
 from _record import write
 
-from draftlayers.corpus import Prompt, balanced, load_corpus, read_prompts
-from draftlayers.decoding import Decoded, HeadDrafter, acceptance_length
+from draftlayers.corpus import heldout_prompts, load_corpus
+from draftlayers.current import digest
+from draftlayers.decoding import Decoded, acceptance_length
+from draftlayers.drafting import HeadDrafter
 from draftlayers.engine import Engine
+from draftlayers.examples import TrainingData, answer_rows
 from draftlayers.head import DraftHead
-from draftlayers.spec import DATA, Run, RunSpec, fingerprint
-from draftlayers.speed import compare, interval, measure
-from draftlayers.targets import Target, load_target
+from draftlayers.prompts import Prompt, read_prompts
+from draftlayers.spec import Run, RunSpec
+from draftlayers.speed import engine_methods, interval, summarise, time_methods
+from draftlayers.targets import Target, open_target
 from draftlayers.training import (
     TrainedHead,
-    TrainingData,
     TrainingSettings,
-    answer_rows,
     head_folder,
     planned_sets,
     prepare,
@@ -56,6 +59,7 @@ from draftlayers.training import (
 )
 
 SHARES = (1 / 16, 1 / 4)
+BASELINE = "as the profile"
 CHOICE_SHARE, CHOICE_EPOCHS, SEEDS = 1 / 8, 2.0, 3
 
 
@@ -81,7 +85,7 @@ def part_of(data: TrainingData, share: float) -> TrainingData:
 def choices(settings: TrainingSettings) -> dict[str, TrainingSettings]:
     """Settings that differ from the profile's in one choice each, all for fewer epochs."""
     changed: dict[str, dict[str, Any]] = {
-        "as the profile": {},
+        BASELINE: {},
         "random start": {"start": "random"},
         "frozen output matrix": {"train_lm_head": not settings.train_lm_head},
         "norm for each layer": {"fc_norm": True},
@@ -109,12 +113,14 @@ def decode_all(
     engine: Engine, drafters: dict[str, HeadDrafter], prompts: list[Prompt], run: Run
 ) -> dict[str, Any]:
     """Acceptance lengths of the heads on prompts, overall and by kind, outputs checked."""
-    spec = run.spec
-    rendered = [(p.kind, engine.target.render(p.turns[:1])) for p in prompts]
+    spec, target = run.spec, engine.target
+    rendered = [(p.kind, target.render(p.turns[:1])) for p in prompts]
     usable = [(kind, ids) for kind, ids in rendered if len(ids) <= spec.max_prompt_tokens]
-    measured = measure(engine, [ids for _, ids in usable], drafters, spec.decode_tokens, say=say)
-    table = compare(measured)
-    answers = {name: [repeats[0] for repeats in measured.runs[name]] for name in drafters}
+    methods = engine_methods(engine, drafters, spec.max_prompt_tokens + spec.decode_tokens)
+    asked = [ids for _, ids in usable]
+    timings = time_methods(target, asked, methods, spec.decode_tokens, say=say)
+    table = summarise(timings)
+    answers = {name: [repeats[0] for repeats in timings.runs[name]] for name in drafters}
     record: dict[str, Any] = {
         "prompts": len(usable),
         "left_out_as_too_long": len(prompts) - len(usable),
@@ -157,7 +163,7 @@ def study(
         layers: tuple[int, ...] = sets["default"],
         seed: int = seed,
     ) -> TrainedHead:
-        place = folder or run.path("heads", f"study-{fingerprint(name)}")
+        place = folder or run.path("heads", f"study-{digest(name)}")
         progress: Callable[[str], None] = lambda text: say(f"{name}: {text}")  # noqa: E731
         return train_head(data, layers, target, settings, seed, place, progress)
 
@@ -190,8 +196,9 @@ def study(
         ]
     if Part.CHOICES in parts:
         part = part_of(data, CHOICE_SHARE)
+        names = {name: name for name in choices(settings)} | {BASELINE: f"default, seed {seed}"}
         record["choices"] = {
-            name: record_of(train(name, part, changed), part)
+            name: record_of(train(names[name], part, changed), part)
             for name, changed in choices(settings).items()
         }
     return record, heads
@@ -212,14 +219,13 @@ def main(
     run = Run(RunSpec.make(model, profile, **RunSpec.parse_overrides(set_values or [])))
     run.results("05-selection")
     asked = read_prompts(spec_bench) if spec_bench else []
-    target = load_target(model, say=say)
+    target = open_target(run, say)
     record, heads = study(run, target, parts or list(Part))
     if parts:
         return
     engine = Engine(target)
     drafters = {name: HeadDrafter(head, run.spec.depth) for name, head in heads.items()}
-    held_out = balanced(read_prompts(DATA / "prompts" / "heldout.jsonl"))
-    prompts = {"ours": held_out[: run.spec.heldout_prompts]}
+    prompts = {"ours": heldout_prompts(target, run)}
     if asked:
         prompts["Spec-Bench"] = asked[:: max(1, len(asked) // questions)]
     record["decoding"] = {

@@ -29,17 +29,13 @@ import torch
 import typer
 from _record import write
 
+from draftlayers.examples import TOP, Examples, TrainingData
 from draftlayers.head import DraftHead, HeadConfig
-from draftlayers.spec import PROFILES, multiplies_bfloat16
-from draftlayers.training import (
-    Conversations,
-    Trainer,
-    TrainingData,
-    TrainingSettings,
-    autocast,
-)
+from draftlayers.spec import PROFILES
+from draftlayers.training import Trainer, TrainingSettings
+from draftlayers.ttt import STEP_WEIGHT, autocast, precision
 
-VOCAB, TOP = 49152, 64
+VOCAB = 49152
 PROFILE = PROFILES["full"]
 SETTINGS = TrainingSettings(
     epochs=1.0,
@@ -80,6 +76,7 @@ def synthetic_data(conversations: int) -> TrainingData:
     picks = torch.randint(CONFIG.draft_vocab_size, (n, TOP), generator=generator)
     top = torch.randn(n, TOP, generator=generator).sort(-1, descending=True).values
     states = torch.randn(n, CONFIG.d_model, generator=generator).bfloat16()
+    top_ids, top_logprobs = vocabulary[picks].int(), top.log_softmax(-1).half()
     store = SimpleNamespace(
         boundaries=CONFIG.layers,
         meta={
@@ -87,15 +84,14 @@ def synthetic_data(conversations: int) -> TrainingData:
             "answer": torch.cat(flags),
             "token": torch.randint(VOCAB, (n,), generator=generator).int(),
         },
-        top_ids=vocabulary[picks].int(),
-        top_logprobs=top.log_softmax(-1).half(),
-        load=lambda boundary, rows: states[rows],
+        distributions=lambda rows: (top_ids[rows], top_logprobs[rows]),
+        gather=lambda rows, boundaries: states[rows].expand(len(boundaries), -1, -1),
     )
     ids = torch.arange(conversations)
     return TrainingData(store, ids[:-4], ids[-4:], vocabulary)
 
 
-def necessary_flops(data: Conversations, chosen: list[int], steps: int) -> float:
+def necessary_flops(data: Examples, chosen: list[int], steps: int) -> float:
     """Multiply-adds, times two, of the matrix products that an update cannot do without.
 
     A linear layer costs one product forward and two backward; ``fc`` has no gradient to its
@@ -114,7 +110,7 @@ def necessary_flops(data: Conversations, chosen: list[int], steps: int) -> float
         total += rows * (2 * c.k * c.d_model * c.d_model + 3 * keys)
         total += active * 3 * (steps * layer + (steps - 1) * keys)
         total += 3 * 2 * q * sum(seen + active * s for s in range(steps))
-        total += 3 * c.d_model * c.draft_vocab_size * int(batch.trained.sum())
+        total += 3 * c.d_model * c.draft_vocab_size * int(batch.loss_mask.sum())
     return 2 * total
 
 
@@ -134,7 +130,7 @@ def gemm_rate(dtype: torch.dtype, seconds: float = 0.6) -> float:
     return best
 
 
-def speculators_update(head: DraftHead, data: Conversations) -> Callable[[list[int]], None]:
+def speculators_update(head: DraftHead, data: Examples) -> Callable[[list[int]], None]:
     """An update of speculators' head on the same conversations, packed as it packs them.
 
     Raises
@@ -181,15 +177,15 @@ def speculators_update(head: DraftHead, data: Conversations) -> Callable[[list[i
         )
         documents = torch.cat([torch.full((data.length[i] - 1,), n) for n, i in enumerate(chosen)])
         optimizer.zero_grad(set_to_none=False)
-        with autocast(head):
+        with autocast(head.fc.weight.device):
             _, loss, _ = model(
-                hidden_states=data.states[rows][None].float(),
+                hidden_states=data.states(rows)[None].float(),
                 input_ids=data.token[rows + 1][None],
                 document_ids=documents[None],
                 loss_mask=data.trainable[rows + 1][None],
-                verifier_last_hidden_states=data.states[rows + 1][None, :, : c.d_model].float(),
+                verifier_last_hidden_states=data.states(rows + 1)[None, :, : c.d_model].float(),
                 ttt_steps=SETTINGS.ttt_steps,
-                ttt_step_loss_decay=0.8,
+                ttt_step_loss_decay=STEP_WEIGHT,
                 loss_config=loss_config,
             )
         loss.backward()
@@ -206,7 +202,7 @@ def measure(updates: int, rounds: int) -> dict[str, Any]:
         embedding = torch.randn(VOCAB, CONFIG.d_model)
         model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=embedding))
         target = SimpleNamespace(model=model)
-        trainer = Trainer(CONFIG, data, target, SETTINGS, 0, Path(folder), "benchmark")
+        trainer = Trainer(CONFIG, data, target, SETTINGS, 0, Path(folder), causes={})
         if trainer.head.fc.weight.device.type != "cpu":
             raise SystemExit("this benchmark measures the CPU; set CUDA_VISIBLE_DEVICES=''")
         try:
@@ -216,14 +212,14 @@ def measure(updates: int, rounds: int) -> dict[str, Any]:
         trainer.step()
         if theirs:
             theirs(trainer.batches[0])
-        precision = torch.bfloat16 if multiplies_bfloat16() else torch.float32
+        ours = precision(embedding.device)
         limits: dict[torch.dtype, list[float]] = {}
         fractions: dict[torch.dtype, list[float]] = {}
         ours_rates, ratios = [], []
         for _ in range(rounds):
             batches = trainer.batches[trainer.update : trainer.update + updates]
             flops = sum(necessary_flops(trainer.data, b, SETTINGS.ttt_steps) for b in batches)
-            rates = {dtype: [gemm_rate(dtype)] for dtype in (torch.float32, precision)}
+            rates = {dtype: [gemm_rate(dtype)] for dtype in (torch.float32, ours)}
             before, started = trainer.tokens, time.perf_counter()
             for _ in batches:
                 trainer.step()
@@ -245,7 +241,7 @@ def measure(updates: int, rounds: int) -> dict[str, Any]:
             print(f"{ours_rates[-1]:.0f} answer tokens/s", file=sys.stderr)
     return {
         "tokens_per_s": round(statistics.median(ours_rates), 1),
-        "precision": str(precision).removeprefix("torch."),
+        "precision": str(ours).removeprefix("torch."),
         "gemm_gflops": {
             str(dtype).removeprefix("torch."): round(statistics.median(values) / 1e9, 1)
             for dtype, values in limits.items()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftlayers.head import DraftHead, HeadConfig, start_at_random, start_from_target
-from draftlayers.spec import UserError
-from draftlayers.targets import tiny_target
+from draftlayers.head import DraftHead, HeadConfig, rope_of
+from draftlayers.project import UserError
+from draftlayers.start import start_at_random
+from draftlayers.targets import Target, tiny_target, tiny_tokenizer
+from tests.reference import naive_entry, naive_logits, naive_rms, naive_state
 
 SHAPE = {
     "target": "t",
@@ -55,52 +60,6 @@ def inputs(head: DraftHead, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     c = head.config
     states = torch.randn(1, n, c.k * c.d_model, generator=generator).to(head.fc.weight.dtype)
     return states, torch.randint(c.vocab_size, (1, n), generator=generator)
-
-
-def naive_rms(x, weight, eps):
-    return x / torch.sqrt((x * x).sum() / len(x) + eps) * weight
-
-
-def naive_rope(x, position, theta):
-    """Rotate the pairs (x[i], x[i + half]) as complex numbers."""
-    half = len(x) // 2
-    angle = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat((turned.real, turned.imag))
-
-
-def naive_entry(head, hidden, token, position):
-    """Query, key and value heads of one entry, as lists of vectors."""
-    w = dict(head.named_parameters())
-    eps, hd = head.config.rms_norm_eps, head.config.head_dim
-    embedded = naive_rms(head.embedding[token], w["midlayer.input_layernorm.weight"], eps)
-    normed = naive_rms(hidden, w["midlayer.hidden_norm.weight"], eps)
-    x = torch.cat((embedded, normed))
-    q, k, v = (w[f"midlayer.self_attn.{n}_proj.weight"] @ x for n in "qkv")
-    theta = head.config.rope["rope_theta"]
-    queries = [naive_rope(part, position, theta) for part in q.split(hd)]
-    keys = [naive_rope(part, position, theta) for part in k.split(hd)]
-    return queries, keys, list(v.split(hd))
-
-
-def naive_state(head, hidden, queries, keys, values):
-    """Output state of one entry that attends to entries with these keys and values."""
-    w = dict(head.named_parameters())
-    group = head.config.n_heads // head.config.n_kv_heads
-    attended = []
-    for h, query in enumerate(queries):
-        scores = [query @ k[h // group] / head.config.head_dim**0.5 for k in keys]
-        shares = torch.stack(scores).softmax(0)
-        attended.append(sum(s * v[h // group] for s, v in zip(shares, values, strict=True)))
-    hidden = hidden + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
-    x = naive_rms(hidden, w["midlayer.post_attention_layernorm.weight"], head.config.rms_norm_eps)
-    gate, up = (w[f"midlayer.mlp.{n}_proj.weight"] @ x for n in ("gate", "up"))
-    return hidden + w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
-
-
-def naive_logits(head, hidden):
-    w = dict(head.named_parameters())
-    return w["lm_head.weight"] @ naive_rms(hidden, w["norm.weight"], head.config.rms_norm_eps)
 
 
 @torch.no_grad()
@@ -279,6 +238,13 @@ def test_damaged_heads_are_refused(tmp_path, target):
     spoil("without rope", config=lambda c: {k: v for k, v in c.items() if k != "rope"})
     spoil("has 8", config=lambda c: {**c, "n_layers": 30})
     spoil("is not a draftlayers-head", config=lambda c: {**c, "format": "other"})
+    for name in ("model.safetensors", "config.json"):
+        head.save(tmp_path)
+        data = (tmp_path / name).read_bytes()
+        for junk in (data[: len(data) // 2], b"junk", b""):
+            (tmp_path / name).write_bytes(junk)
+            with pytest.raises(UserError, match="holds no draft head"):
+                DraftHead.load(tmp_path, target)
 
 
 def test_rope_settings_are_carried():
@@ -300,29 +266,59 @@ def test_rope_settings_are_carried():
     torch.testing.assert_close(head.sin[:50], sin[0])
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2"])
-def test_start_from_target(architecture):
-    target = tiny_target(architecture=architecture)
-    layers = (2, 4, 5)
-    config = HeadConfig.for_target(target, layers, 100)
-    vocabulary = torch.arange(100) * 2 + 1
-    embedding = target.model.get_input_embeddings().weight
-    head = DraftHead(config, embedding, vocabulary)
-    taken = start_from_target(head, target, seed=0)
-    d = config.d_model
-    states = torch.randn(4, 3 * d)
-    torch.testing.assert_close(head.fuse(states), states[:, 2 * d :])
-    assert "lm_head.weight" in taken
-    assert torch.equal(head.lm_head.weight, target.output_matrix.weight[vocabulary])
-    if architecture != "gpt2":  # a head has RMSNorms and a SwiGLU; GPT-2 has neither
-        x = torch.randn(3, d)
-        torch.testing.assert_close(head.norm(x), target.final_norm(x), rtol=1e-4, atol=1e-4)
-        up = target.layers[-1].mlp.up_proj.weight
-        assert torch.equal(head.midlayer.mlp.up_proj.weight, up)
-    attention = head.midlayer.self_attn
-    assert ("midlayer.self_attn.q_proj.weight" in taken) == (architecture == "llama")
-    if architecture == "llama":
-        source = target.layers[-1].self_attn.k_proj.weight
-        assert torch.equal(attention.k_proj.weight[:, d:], source)
-        assert not attention.k_proj.weight[:, :d].any()
+def tables(rope: dict, count: int, **changes) -> torch.Tensor:
+    head = make_head(rope=rope, **changes)
+    head.ensure_positions(count)
+    return torch.stack((head.cos, head.sin))
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [2.0, 4.0, 8.0, 16.0],
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(("rope", "limit"), [(LONGROPE, 128), (DYNAMIC, 32)])
+def test_rotary_tables_do_not_depend_on_earlier_texts(rope, limit):
+    """A head that once read a long text reads a short one as before."""
+    short, long = (tables(rope, n, max_positions=limit) for n in (20, 120))
+    assert short.shape[1] >= 20 and long.shape[1] >= 120
+    assert torch.equal(short[:, :20], long[:, :20])
+    head = make_head(rope=rope, max_positions=limit)
+    for count in (5, 100, 20):
+        head.ensure_positions(count)
+    assert torch.equal(torch.stack((head.cos, head.sin))[:, :20], short[:, :20])
+    # In the length that the target was first trained on they turn as the target does.
+    factors = torch.tensor(rope.get("short_factor", [1.0] * 4)).double()
+    angles = torch.arange(32).double()[:, None] / (factors * 1e4 ** (torch.arange(4) / 4))
+    scale = (1 + math.log(4) / math.log(32)) ** 0.5 if rope is LONGROPE else 1.0
+    expected = scale * torch.stack((angles.cos(), angles.sin())).repeat(1, 1, 2)
+    torch.testing.assert_close(long[:, :32], expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_longrope_for_part_of_a_head_gives_the_plain_base():
+    rope = {**LONGROPE, "rope_theta": 5e3, "partial_rotary_factor": 0.5, "long_factor": [4.0, 8.0]}
+    config = SimpleNamespace(rope_parameters={**rope, "short_factor": [1.0, 1.5]})
+    assert rope_of(config) == {"rope_type": "default", "rope_theta": 5e3}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        ("bloom", {"n_layer": 8, "n_head": 4}),
+        ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 8, "max_seq_len": 256}),
+    ],
+)
+def test_context_under_any_name(architecture, sizes):
+    tokenizer = tiny_tokenizer()
+    settings = AutoConfig.for_model(
+        architecture, **{"vocab_size": len(tokenizer), "hidden_size": 64, **sizes}
+    )
+    model = AutoModelForCausalLM.from_config(settings)
+    target = Target("t", model, tokenizer)
+    config = HeadConfig.for_target(target, (2, 4, 5), 100)
+    assert config.max_positions == target.context_limit and config.rope["rope_type"] == "default"

@@ -2,8 +2,8 @@
 
 It is EAGLE-3's head as its official code has it (arXiv:2503.01840, Section 3.1;
 ``eagle/model/cnets.py`` of SafeAILab/EAGLE), with the number of input layers left free.
-Chapter 06 trains it, chapter 07 decodes with it, and the exporters rewrite its files.
-How it is trained belongs to ``training``; which layers it reads belongs to ``selection``.
+Chapter 06 trains it, chapter 07 decodes with it. What its weights are before training belongs to
+``start``, how it learns to ``ttt`` and ``training``; which layers it reads to ``selection``.
 
 Alignment, used everywhere: at index p the head takes the target's states after tokens 0..p and
 the embedding of token p+1, and predicts token p+2 (the target itself has already given p+1).
@@ -13,27 +13,26 @@ and the embedding of token p+2, and predicts token p+3.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftlayers.spec import UserError, write_atomically
+from draftlayers import head_files
+from draftlayers.current import read_record, write_record
+from draftlayers.project import UserError, write_atomically
 
 if TYPE_CHECKING:
     from draftlayers.targets import Target
 
 FORMAT = "draftlayers-head-1"
-SELF_SCORE = 10.0  # attention logit of a position with itself, in heads that fit_start sets
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,8 @@ class HeadConfig:
     rms_norm_eps
         Epsilon of every norm.
     rope
-        RoPE settings as the target has them (``rope_type``, ``rope_theta``, scaling).
-        A head trained with another base than its target reads positions differently from
-        the engine that serves it, so these are carried and saved.
+        RoPE settings as the target has them (``rope_type``, ``rope_theta``, scaling); an engine
+        that serves the head needs the same, so they are saved.
     max_positions
         The target's longest context.
     fc_norm
@@ -117,18 +115,13 @@ class HeadConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> HeadConfig:
-        """Rebuild a configuration from `to_dict`.
-
-        Raises
-        ------
-        UserError
-            A field is missing or unknown.
-        """
+        """Rebuild a configuration from `to_dict`; a field that does not fit is refused."""
         names = {f.name for f in fields(cls)}
         if missing := sorted(names - values.keys()):
             raise UserError(f"head configuration without {', '.join(missing)}")
         if unknown := sorted(values.keys() - names):
             raise UserError(f"head configuration with unknown {', '.join(unknown)}")
+        head_files.check_values(values)
         return cls(**values)
 
     @classmethod
@@ -152,7 +145,7 @@ class HeadConfig:
             head_dim=getattr(c, "head_dim", None) or target.d_model // n_heads,
             rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-5,
             rope=rope_of(c),
-            max_positions=c.max_position_embeddings,
+            max_positions=target.context_limit,
             fc_norm=fc_norm,
         )
 
@@ -162,24 +155,43 @@ def rope_of(config: Any) -> dict[str, Any]:
 
     Targets that rotate some layers differently (Gemma 3) keep one set per kind of layer; the head
     attends to everything, so it takes that of the full-attention layers. Targets without RoPE
-    (GPT-2) give the Llama default.
+    (GPT-2) give the Llama default. So do those that turn part of each head by LongRoPE, base aside,
+    since their factors are for the frequencies of that part, and a Llama layer turns the whole.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
+    if rope.get("rope_type") == "longrope" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        rope = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     # Partial and multi-axis rotation are the target's attention, not a Llama layer's.
     rope = {k: v for k, v in rope.items() if k not in ("partial_rotary_factor", "mrope_section")}
     return {"rope_type": "default", "rope_theta": 10000.0, **rope}
 
 
+def rotary_tables(config: HeadConfig, count: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[count, head_dim]`` of positions 0 .. count-1.
+
+    No entry depends on `count`. Two kinds of RoPE change all frequencies with the length of the
+    text (``longrope``, ``dynamic``); a head keeps those of texts within the length that the target
+    was first trained on: LongRoPE's short factors, and the base as it is. Decoding ends there, too.
+    """
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=config.d_model,
+            num_attention_heads=config.n_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions,
+            rope_parameters=dict(config.rope),
+        )
+    )
+    angles = torch.arange(count).float()[:, None] * rotary.inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+
+
 class HeadCache:
     """Keys and values of the head's one attention layer, in memory allocated once.
 
-    Attributes
-    ----------
-    keys, values
-        Tensors [B, n_kv_heads, capacity, head_dim]; the first `length` are in use.
-    length
-        Entries in use.
+    ``keys`` and ``values`` are [B, n_kv_heads, capacity, head_dim]; ``length`` entries are in use.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -243,7 +255,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class MidLayer(nn.Module):
@@ -268,7 +280,7 @@ class MidLayer(nn.Module):
         heads differ, and an engine must be told).
         """
         hidden = hidden + self.self_attn.o_proj(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + cast(Tensor, self.mlp(self.post_attention_layernorm(hidden)))
 
 
 class DraftHead(nn.Module):
@@ -293,6 +305,12 @@ class DraftHead(nn.Module):
         The embedding or the vocabulary does not fit the configuration.
     """
 
+    d2t: Tensor
+    t2d: Tensor
+    embedding: Tensor
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: HeadConfig, embedding: Tensor, vocabulary: Tensor) -> None:
         super().__init__()
         c = self.config = config
@@ -301,18 +319,14 @@ class DraftHead(nn.Module):
                 f"embedding of shape {tuple(embedding.shape)}: the head was made for a target "
                 f"with {(c.vocab_size, c.d_model)}"
             )
-        self.fc_norm = (
-            nn.ModuleList(nn.RMSNorm(c.d_model, c.rms_norm_eps) for _ in c.layers)
-            if c.fc_norm
-            else None
-        )
+        norms = (nn.RMSNorm(c.d_model, c.rms_norm_eps) for _ in c.layers)
+        self.fc_norm = nn.ModuleList(norms) if c.fc_norm else None
         self.fc = nn.Linear(c.k * c.d_model, c.d_model, bias=False)
         self.midlayer = MidLayer(c)
         self.norm = nn.RMSNorm(c.d_model, c.rms_norm_eps)
         self.lm_head = nn.Linear(c.d_model, c.draft_vocab_size, bias=False)
-        d2t, t2d = vocabulary_maps(vocabulary, c)
-        self.register_buffer("d2t", d2t)
-        self.register_buffer("t2d", t2d)
+        for name, ids in zip(("d2t", "t2d"), vocabulary_maps(vocabulary, c), strict=True):
+            self.register_buffer(name, ids)
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(0, c.head_dim), persistent=False)
@@ -324,7 +338,7 @@ class DraftHead(nn.Module):
 
     def fuse(self, states: Tensor) -> Tensor:
         """First hidden state [..., d] from the input layers' states [..., K*d], in layer order."""
-        return self.fc(self.normed(states))
+        return cast(Tensor, self.fc(self.normed(states)))
 
     def normed(self, states: Tensor) -> Tensor:
         """States [..., K*d] as ``fc`` takes them: each layer normed if there is an ``fc_norm``."""
@@ -346,18 +360,18 @@ class DraftHead(nn.Module):
         Parameters
         ----------
         hidden
-            [B, q, d]: `fuse` of the target's states at index p, or the head's own
-            previous output on the path that leads here.
+            [B, q, d]: `fuse` of the target's states at index p, or the head's own previous
+            output on the path that leads here.
         tokens
             int64 [B, q]: the token one place further than what `hidden` has seen.
         positions
-            int64 [B, q] or [q], each at most the cache's capacity: index p for
-            target states, and one more for each step drafted from there.
+            int64 [B, q] or [q], each at most the cache's capacity: index p for target states, and
+            one more for each step drafted from there.
         cache
             Grows by q entries.
         mask
-            bool, True = may attend, broadcastable to [B, n_heads, q, cache length after
-            this call]; None: everything before, and causal among the q entries.
+            bool, True = may attend, broadcastable to [B, n_heads, q, cache length after this
+            call]; None: everything before, and causal among the q entries.
 
         Returns
         -------
@@ -384,7 +398,7 @@ class DraftHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [..., D] over the draft vocabulary of states [..., d]."""
-        return self.lm_head(self.norm(hidden))
+        return cast(Tensor, self.lm_head(self.norm(hidden)))
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Target token ids of draft ids, any shape."""
@@ -401,28 +415,15 @@ class DraftHead(nn.Module):
         """Make the rotary tables cover positions 0 .. count-1."""
         if len(self.cos) >= count:
             return
-        count = 1 << max(count - 1, 1).bit_length()
-        c = self.config
-        rotary = LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=c.d_model,
-                num_attention_heads=c.n_heads,
-                head_dim=c.head_dim,
-                max_position_embeddings=c.max_positions,
-                rope_parameters=dict(c.rope),
-            )
-        )
-        device = self.fc.weight.device
-        cos, sin = rotary(torch.empty(0), torch.arange(count)[None])
-        self.cos, self.sin = cos[0].to(device), sin[0].to(device)
+        tables = rotary_tables(self.config, 1 << max(count - 1, 1).bit_length())
+        self.cos, self.sin = (table.to(self.fc.weight.device) for table in tables)
 
     def save(self, folder: Path) -> None:
         """Write ``model.safetensors`` and ``config.json``; the second comes last and seals it."""
         folder = Path(folder)
         weights = {k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}
         write_atomically(folder / "model.safetensors", save(weights))
-        text = json.dumps({"format": FORMAT, **self.config.to_dict()}, indent=1) + "\n"
-        write_atomically(folder / "config.json", text.encode())
+        write_record(folder / "config.json", {"format": FORMAT, **self.config.to_dict()})
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> DraftHead:
@@ -431,51 +432,42 @@ class DraftHead(nn.Module):
         Raises
         ------
         UserError
-            No head there, another target's head, or weights that contradict the
-            configuration (shapes, vocabulary maps, values that are not finite).
+            No head there or one that cannot be read, another target's head, or weights that
+            contradict the configuration (shapes, vocabulary maps, values that are not finite).
         """
         folder = Path(folder)
-        try:
-            values = json.loads((folder / "config.json").read_text())
-            with safe_open(folder / "model.safetensors", "pt") as file:
-                weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise UserError(f"{folder} holds no draft head: {error}") from error
+        values = read_record(folder / "config.json")
+        if values is None:
+            raise UserError(f"{folder} holds no draft head: no config.json that can be read")
         if values.pop("format", None) != FORMAT:
             raise UserError(f"{folder}/config.json is not a {FORMAT} configuration")
-        config = HeadConfig.from_dict(values)
-        if config.n_layers != target.n_layers:
-            raise UserError(
-                f"{folder}: head of a target with {config.n_layers} layers; "
-                f"{target.name} has {target.n_layers}"
-            )
-        if "d2t" not in weights:
-            raise UserError(f"{folder}: no d2t, so draft ids cannot be turned into target ids")
-        embedding = target.model.get_input_embeddings().weight
-        vocabulary = torch.arange(len(weights["d2t"])) + weights["d2t"]
-        head = cls(config, embedding, vocabulary)
-        expected = {name: value.shape for name, value in head.state_dict().items()}
-        found = {name: value.shape for name, value in weights.items()}
-        if wrong := sorted(n for n in expected | found if expected.get(n) != found.get(n)):
-            raise UserError(f"{folder}: missing, unknown or misshapen weights: {', '.join(wrong)}")
-        if not torch.equal(weights["t2d"], head.t2d):
-            raise UserError(f"{folder}: t2d and d2t name different draft vocabularies")
-        for name, value in weights.items():
-            if value.is_floating_point() and not value.isfinite().all():
-                raise UserError(f"{folder}: {name} holds values that are not finite")
-        head.load_state_dict(weights)
-        return head.to(embedding.device, embedding.dtype).eval()
+        weights = head_files.read_weights(folder)
+        with head_files.naming(folder):
+            config = HeadConfig.from_dict(values)
+            if config.n_layers != target.n_layers:
+                raise UserError(
+                    f"head of a target with {config.n_layers} layers; "
+                    f"{target.name} has {target.n_layers}"
+                )
+            head_files.check_trained_on(folder, target.digest)
+            embedding = target.model.get_input_embeddings().weight
+            vocabulary = head_files.stored_vocabulary(weights, config.draft_vocab_size)
+            if vocabulary.max() >= target.vocab_size:
+                raise UserError(f"the head proposes tokens that {target.name} does not have")
+            with torch.device("meta"):  # shapes first: a false size may need more than all memory
+                head_files.check_weights(weights, cls(config, embedding, vocabulary).state_dict())
+            head = cls(config, embedding, vocabulary)
+            if not torch.equal(weights["t2d"], head.t2d):
+                raise UserError("t2d and d2t name different draft vocabularies")
+            head.load_state_dict(weights)
+            head = head.to(embedding.device, embedding.dtype).eval()
+            head_files.check_finite(head.state_dict())
+            head_files.check_rope(lambda: rotary_tables(config, 2), config.head_dim)
+        return head
 
 
 def vocabulary_maps(vocabulary: Tensor, config: HeadConfig) -> tuple[Tensor, Tensor]:
-    """The official maps of a draft vocabulary.
-
-    Parameters
-    ----------
-    vocabulary
-        Target ids, int64 [D], strictly ascending.
-    config
-        Gives D and V.
+    """The official maps of a draft vocabulary of target ids, int64 [D], strictly ascending.
 
     Returns
     -------
@@ -485,16 +477,17 @@ def vocabulary_maps(vocabulary: Tensor, config: HeadConfig) -> tuple[Tensor, Ten
     Raises
     ------
     UserError
-        The wrong number of ids, ids out of range, or not ascending. A map of zeros
-        with D < V stands for the first D ids of the target, which no count of tokens gives;
-        it is the mark of a map that was never filled in.
+        The wrong number of ids, ids out of range, or not ascending. A map of zeros with D < V
+        is the mark of a map that was never filled in: no count of tokens gives the first D ids.
     """
     d, v = config.draft_vocab_size, config.vocab_size
     ids = vocabulary.to(torch.int64)
-    if ids.shape != (d,) or (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= v:
+    # All ids and not the ends: a difference of far ids may overflow and look like a step up.
+    if ids.shape != (d,) or (ids.diff() <= 0).any() or ((ids < 0) | (ids >= v)).any():
         raise UserError(
             f"draft vocabulary: expected {d} ascending, distinct token ids below {v}, "
-            f"got {len(ids)} from {int(ids.min())} to {int(ids.max())}"
+            f"got {list(ids.shape)}"
+            + (f" from {int(ids.min())} to {int(ids.max())}" if ids.numel() else "")
         )
     d2t = ids - torch.arange(d, device=ids.device)
     if d < v and not d2t.any():
@@ -505,161 +498,3 @@ def vocabulary_maps(vocabulary: Tensor, config: HeadConfig) -> tuple[Tensor, Ten
     t2d = torch.zeros(v, dtype=torch.bool, device=ids.device)
     t2d[ids] = True
     return d2t, t2d
-
-
-@torch.no_grad()
-def start_at_random(head: DraftHead, seed: int) -> None:
-    """Give the head Llama's random start: normal weights of deviation 0.02, norms of one."""
-    generator = torch.Generator().manual_seed(seed)
-    for weight in head.parameters():
-        if weight.ndim == 1:
-            weight.fill_(1.0)
-        else:
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
-
-
-@torch.no_grad()
-def start_from_target(head: DraftHead, target: Target, seed: int) -> list[str]:
-    """Start the head where the target's own last layer stands.
-
-    ``fc`` passes the deepest input layer through, ``midlayer`` is the target's last layer with
-    its attention reading the hidden half, and ``norm`` and ``lm_head`` are the target's final
-    norm and the draft tokens' rows of its output matrix. Training goes on from here with
-    `fit_start`. What a target does not have in Llama's form (GPT-2's MLP, queries that Qwen 3
-    norms) keeps its random start.
-
-    Returns
-    -------
-    Names of the parameters that came from the target.
-    """
-    start_at_random(head, seed)
-    d = head.config.d_model
-    layer, output = target.layers[-1], target.output_matrix.weight
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    # Gemma names the norm before its MLP differently, and uses Llama's name for another one.
-    before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
-    before_mlp = before_mlp or getattr(layer, "post_attention_layernorm", None)
-    sources = {
-        "midlayer.hidden_norm.weight": norm_weight(getattr(layer, "input_layernorm", None)),
-        "midlayer.post_attention_layernorm.weight": norm_weight(before_mlp),
-        "midlayer.self_attn.v_proj.weight": weight_of(attention, "v_proj"),
-        "midlayer.self_attn.o_proj.weight": weight_of(attention, "o_proj"),
-        "midlayer.mlp.gate_proj.weight": weight_of(mlp, "gate_proj"),
-        "midlayer.mlp.up_proj.weight": weight_of(mlp, "up_proj"),
-        "midlayer.mlp.down_proj.weight": weight_of(mlp, "down_proj"),
-        "norm.weight": norm_weight(target.final_norm),
-        "lm_head.weight": output[head.vocabulary.to(output.device)],
-    }
-    if not hasattr(attention, "q_norm"):
-        sources["midlayer.self_attn.q_proj.weight"] = weight_of(attention, "q_proj")
-        sources["midlayer.self_attn.k_proj.weight"] = weight_of(attention, "k_proj")
-    taken = ["fc.weight"]
-    head.fc.weight.zero_()
-    head.fc.weight[:, -d:].fill_diagonal_(1.0)
-    for name, weight in head.named_parameters():
-        source = sources.get(name)
-        # q, k and v read [embedding ; hidden]: the target's weights go to the hidden half.
-        reads_both = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-        part = weight[:, d:] if reads_both else weight
-        if source is not None and source.shape == part.shape:
-            weight.zero_()
-            part.copy_(source)
-            taken.append(name)
-    return taken
-
-
-@torch.no_grad()
-def fit_start(
-    head: DraftHead,
-    states: Tensor,
-    tokens: Tensor,
-    final: Tensor,
-    seed: int,
-    ridge: float = 0.03,
-    block: int = 8192,
-) -> None:
-    """Let the head begin as the best linear guess of the target's next final state.
-
-    Ridge regression of the final state one position on, from what the head reads in its first
-    step: y ≈ A·states + B·norm(embedding). ``fc`` becomes A. B goes through attention: half of
-    the key-value heads (rounded up) get queries and keys that are one random projection of the
-    embedding, so that a position matches itself best, and values and outputs that are the best
-    approximation of B of their rank. All other weights stay as they are.
-
-    Parameters
-    ----------
-    head
-        Started by `start_from_target`.
-    states
-        Input layers' states at positions p, ``[n, K*d]``.
-    tokens
-        Tokens at p + 1, int ``[n]``.
-    final
-        The target's states at p + 1 at boundary N, ``[n, d]``.
-    seed
-        Of the random projection.
-    ridge
-        Weight of the penalty, as a share of the features' mean square.
-    block
-        Rows multiplied at once.
-    """
-    c, device = head.config, head.fc.weight.device
-    d, width = c.d_model, (c.k + 1) * c.d_model
-    gram = torch.zeros(width, width, dtype=torch.float64, device=device)
-    cross = torch.zeros(width, d, dtype=torch.float64, device=device)
-    parts = (x.split(block) for x in (states, tokens, final))
-    for x, token, y in zip(*parts, strict=True):
-        embedded = F.embedding(token.to(device), head.embedding).float()
-        embedded = F.rms_norm(embedded, (d,), eps=c.rms_norm_eps)
-        features = torch.cat((head.normed(x.to(device).float()), embedded), -1)
-        gram += (features.T @ features).double()
-        cross += (features.T @ y.to(device).float()).double()
-    gram, cross = gram / len(states), cross / len(states)
-    # Boundaries differ in norm by orders of magnitude; the penalty should not see that.
-    scale = gram.diagonal().sqrt().clamp(min=1e-9)
-    penalty = ridge * torch.eye(width, dtype=torch.float64, device=device)
-    fitted = torch.linalg.solve(gram / scale[:, None] / scale + penalty, cross / scale[:, None])
-    fitted = fitted / scale[:, None]
-    a, b = fitted[:-d], fitted[-d:]
-
-    hd, group = c.head_dim, c.n_heads // c.n_kv_heads
-    kv_heads = (c.n_kv_heads + 1) // 2
-    rank = min(kv_heads * hd, d)
-    # The main directions of B's output on these embeddings: the best approximation of its rank.
-    directions = torch.linalg.eigh(b.T @ gram[-d:, -d:] @ b).eigenvectors.flip(1)[:, :rank]
-    inner = b @ directions
-    balance = inner.norm(dim=0).clamp(min=1e-12).sqrt()  # share the scale between v and o
-    inner, outer = (inner / balance).T.float(), (directions * balance).float()
-
-    attention = head.midlayer.self_attn
-    head.fc.weight.copy_(a.T)
-    head.midlayer.input_layernorm.weight.fill_(1.0)
-    generator = torch.Generator().manual_seed(seed)
-    for kv in range(kv_heads):
-        own, queries = slice(kv * hd, (kv + 1) * hd), slice(kv * group * hd, (kv + 1) * group * hd)
-        random = torch.randn(max(d, hd), hd, generator=generator)
-        projection = torch.linalg.qr(random).Q[:d].T.to(device)
-        # A position's score with itself is about SELF_SCORE: most of the attention, not all of it,
-        # so that the head can still learn to look elsewhere.
-        projection *= (SELF_SCORE / hd**0.5) ** 0.5
-        for weight, rows, value in (
-            (attention.q_proj.weight, queries, projection.repeat(group, 1)),
-            (attention.k_proj.weight, own, projection),
-            (attention.v_proj.weight, own, F.pad(inner[own], (0, 0, 0, hd - len(inner[own])))),
-        ):
-            weight[rows] = 0
-            weight[rows, :d] = value
-        share = F.pad(outer[:, own], (0, hd - outer[:, own].shape[1])) / group
-        attention.o_proj.weight[:, queries] = share.repeat(1, group)
-
-
-def weight_of(module: nn.Module | None, name: str) -> Tensor | None:
-    """Weight of a named linear layer, if the module has it."""
-    return getattr(getattr(module, name, None), "weight", None)
-
-
-def norm_weight(norm: nn.Module | None) -> Tensor | None:
-    """What an RMSNorm multiplies by; found by norming ones, since Gemma stores it minus one."""
-    if norm is None or getattr(norm, "bias", None) is not None or not hasattr(norm, "weight"):
-        return None
-    return norm(torch.ones_like(norm.weight)[None])[0]
