@@ -3,9 +3,9 @@
     python benchmarks/decoding.py [--json -] [--head FOLDER] [--model NAME] [--dtype float32]
 
 All methods decode the same held-out prompts greedily in one process, in an order that rotates from
-prompt to prompt, after one unmeasured round; outputs are compared before a time counts. Times are
-those of whole answers, the prompt included, because ``generate()`` tells no other. Three ratios
-sum it up:
+prompt to prompt, after one unmeasured answer; outputs are compared with the target's own forward
+pass, and with one another, before a time counts. Times are those of whole answers, the prompt
+included, because ``generate()`` tells no other. Three ratios sum it up:
 
 ``verify6_over_decode``
     a target pass over 6 tokens against a pass over 1 on our engine, the medians of passes taken
@@ -26,10 +26,9 @@ result says.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,22 +37,28 @@ import torch
 import typer
 from _record import write
 
-from draftlayers.corpus import balanced, read_prompts
-from draftlayers.decoding import Decoded, HeadDrafter, decode
+from draftlayers.costs import free_draft_tokens, measure_costs, measure_passes
+from draftlayers.decoding import Decoded
+from draftlayers.drafting import HeadDrafter
 from draftlayers.engine import Engine
-from draftlayers.head import DraftHead, HeadConfig, start_from_target
+from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.project import PROJECT
+from draftlayers.prompts import HELDOUT, balanced, read_prompts
 from draftlayers.selection import default_rule
-from draftlayers.spec import DATA, PROJECT, slug
 from draftlayers.speed import (
-    Measured,
-    compare,
-    first_difference,
-    free_guesses,
-    interval,
-    measure_costs,
-    measure_passes,
+    PLAIN,
+    Method,
+    Timings,
+    decode_seconds,
+    engine_methods,
+    speed,
+    speedup,
+    summarise,
+    time_methods,
 )
+from draftlayers.start import start_from_target
 from draftlayers.targets import Target, load_target
+from draftlayers.weights import find_weights
 
 HF = "generate()"
 ASSISTED = f"{HF}, assisted"  # many times slower than the others, so it gets every fourth prompt
@@ -71,7 +76,7 @@ def find_head(target: Target, folder: Path | None) -> tuple[DraftHead, str]:
     """The head to draft with, and where it comes from."""
     layers = tuple(default_rule(target.n_layers))
     name = "-".join(map(str, layers)) + "-s0"
-    runs = PROJECT / "runs" / slug(target.name)
+    runs = PROJECT / "runs" / find_weights(target.name).folder_name
     places = [folder] if folder else [runs / p / "heads" / name for p in ("full", "quick")]
     for place in places:
         if folder or (place / "config.json").exists():
@@ -85,10 +90,10 @@ def find_head(target: Target, folder: Path | None) -> tuple[DraftHead, str]:
     return head.eval(), "untrained: no run has a head yet"
 
 
-def hugging_face(target: Target, **options: Any) -> Callable[[list[int], int], Decoded]:
+def hugging_face(target: Target, **options: Any) -> Method:
     """``generate()`` as a method that reports like our own."""
 
-    def run(prompt: list[int], max_new_tokens: int) -> Decoded:
+    def run(prompt: Sequence[int], max_new_tokens: int) -> Decoded:
         ids = torch.tensor([prompt], device=target.device)
         began = time.perf_counter()
         out = target.model.generate(
@@ -132,7 +137,7 @@ def main(
     draft_head, source = find_head(target, head)
     chain = HeadDrafter(draft_head, depth)
     ready = time.perf_counter()
-    heldout = balanced(read_prompts(DATA / "prompts" / "heldout.jsonl"))
+    heldout = balanced(read_prompts(HELDOUT))
     rendered = [target.render(prompt.turns) for prompt in heldout]
     # The tree's shape was chosen on the first prompts, so it is measured on the last.
     chosen = [ids for ids in rendered if len(ids) <= 320][-prompts:]
@@ -140,15 +145,9 @@ def main(
     sizes = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
     engine.reserve(len(context) + tokens, new=max(sizes))
     passes = measure_passes(engine, context, sizes, repeats=40)
-    tree = HeadDrafter(draft_head, 2, top_k=3, total=max(2, free_guesses(passes)))
-
-    def ours(drafter: HeadDrafter | None) -> Callable[[list[int], int], Decoded]:
-        return lambda ids, n: decode(engine, ids, n, drafter)
-
-    methods = {
-        "plain": ours(None),
-        "chain": ours(chain),
-        "tree": ours(tree),
+    tree = HeadDrafter(draft_head, 2, top_k=3, total=max(2, free_draft_tokens(passes)))
+    drafters = {"chain": chain, "tree": tree}
+    methods = engine_methods(engine, drafters, len(context) + tokens) | {
         HF: hugging_face(target),
         f"{HF}, prompt lookup": hugging_face(target, prompt_lookup_num_tokens=depth),
         ASSISTED: hugging_face(
@@ -158,62 +157,53 @@ def main(
             num_assistant_tokens_schedule="constant",
         ),
     }
-    names = list(methods)
-    runs: dict[str, list[list[Decoded]]] = {name: [[] for _ in chosen] for name in names}
-    differences: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    first = {name: methods[name](chosen[0], tokens).seconds["total"] for name in names}
-    for repeat in range(repeats):
-        for i, ids in enumerate(chosen):
-            shift = (i + repeat) % len(names)
-            turns = [n for n in names[shift:] + names[:shift] if n != ASSISTED or i % 4 == 0]
-            for name in turns:
-                runs[name][i].append(methods[name](ids, tokens))
-            for name in set(turns) - {"plain"}:
-                found = first_difference(engine, ids, runs["plain"][i][-1], runs[name][i][-1])
-                if found and not repeat:
-                    differences[name].append({"prompt": i, "place": found[0], "gap": found[1]})
-            print(f"round {repeat + 1}: {i + 1} of {len(chosen)} prompts", file=sys.stderr)
-
-    def speed(name: str, index: torch.Tensor) -> float:
-        """Tokens per second over whole answers, medians over rounds, pooled over prompts."""
-        timed = [repeats for repeats in runs[name] if repeats]
-        counts = torch.tensor([float(len(repeats[0].tokens)) for repeats in timed])
-        seconds = torch.tensor(
-            [statistics.median(r.seconds["total"] for r in repeats) for repeats in timed]
-        )
-        return (counts[index].sum() / seconds[index].sum()).item()
-
-    def ratio(name: str, base: str) -> tuple[float, tuple[float, float]]:
-        def statistic(index: torch.Tensor) -> float:
-            return speed(name, index) / speed(base, index)
-
-        return statistic(whole), interval(statistic, len(chosen), 1000)
-
-    whole = torch.arange(len(chosen))
-    answers = {name: sum(map(bool, runs[name])) for name in names}
+    first = {name: run(chosen[0], tokens).seconds["total"] for name, run in methods.items()}
+    timings = time_methods(
+        target,
+        chosen,
+        methods,
+        tokens,
+        repeats,
+        every={ASSISTED: 4},
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    answered = {name: timings.shared(name) for name in methods}
+    differences = {
+        name: [
+            {"prompt": d.prompt, "place": d.place, "gap": d.gap}
+            for d in timings.differences
+            if d.method == name
+        ]
+        for name in methods
+    }
+    rates = {
+        name: speed([timings.runs[name][i] for i in indices], whole=True)
+        for name, indices in answered.items()
+    }
     costs = measure_costs(engine, {"chain": chain}, context, passes)["chain"]
-    table = compare(Measured({name: runs[name] for name in ("plain", "chain", "tree")}, []), 200)
-    hf, hf_interval = ratio("plain", HF)
-    best, best_interval = ratio("tree", "plain")
-    long, long_interval = ratio("chain", "plain")
+    own = Timings({name: timings.runs[name] for name in (PLAIN, *drafters)}, [])
+    table = summarise(own, replicates=200)
+    ratios = {
+        "plain_over_hf": speedup(timings, PLAIN, HF, whole=True),
+        "spec_over_plain": speedup(timings, "tree", whole=True),
+        "chain_over_plain": speedup(timings, "chain", whole=True),
+    }
     result = {
         "verify6_over_decode": costs.verify(6) / costs.passes[1],
-        "plain_over_hf": hf,
-        "plain_over_hf_interval": hf_interval,
-        "spec_over_plain": best,
-        "spec_over_plain_interval": best_interval,
-        "spec_over_hf": ratio("tree", HF)[0],
+        **{name: ratio.value for name, ratio in ratios.items()},
+        **{f"{name}_interval": (ratio.low, ratio.high) for name, ratio in ratios.items()},
+        "spec_over_hf": speedup(timings, "tree", HF, whole=True).value,
         "spec_over_plain_after_prompt": table["tree"]["speedup"],
-        "chain_over_plain": long,
-        "chain_over_plain_interval": long_interval,
-        "tokens_per_second": {name: speed(name, whole[: answers[name]]) for name in names},
-        "tau": {name: table[name]["tau"] for name in ("chain", "tree")},
+        "tokens_per_second": {
+            name: rates[name](torch.arange(len(answered[name]))) for name in methods
+        },
+        "tau": {name: table[name]["tau"] for name in drafters},
         "alpha": table["chain"]["alpha"],
         "pass_ms": {n: 1000 * seconds for n, seconds in costs.passes.items()},
         "draft_step_ms": 1000 * costs.draft_next,
         "draft_first_ms": 1000 * costs.draft_first,
         "rest_ms": 1000 * costs.rest[1],
-        "identical": {name: 1 - len(differences[name]) / answers[name] for name in names},
+        "identical": {name: 1 - len(differences[name]) / len(answered[name]) for name in methods},
         "differences": {name: found for name, found in differences.items() if found},
         "largest_gap": {
             name: max((d["gap"] for d in found), default=0.0) for name, found in differences.items()
@@ -224,7 +214,7 @@ def main(
             "load_and_prepare_head": ready - prepared,
             # Recording graphs and setting up libraries is in the first answer of a method.
             "first_answer": {
-                name: [seconds, statistics.median(r.seconds["total"] for r in runs[name][0])]
+                name: [seconds, decode_seconds([timings.runs[name][0]], whole=True).item()]
                 for name, seconds in first.items()
             },
         },

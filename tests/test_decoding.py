@@ -1,4 +1,4 @@
-"""Decoding is lossless: greedy token for token, sampling in distribution, caches in step."""
+"""Decoding is lossless: greedy token for token, sampling in distribution."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import ARCHITECTURES, PROMPT, Oracle, build, greedy_reference, random_head
 from scipy.stats import chi2
-from transformers import DynamicCache
 from transformers.generation import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -21,12 +21,10 @@ from transformers.generation import (
 )
 
 from draftlayers.decoding import (
-    GREEDY,
     ROOT,
     Chance,
     Decoded,
     Draft,
-    HeadDrafter,
     Sampling,
     accept_greedy,
     accept_sampled,
@@ -34,97 +32,17 @@ from draftlayers.decoding import (
     acceptance_rates,
     decode,
 )
+from draftlayers.drafting import HeadDrafter
 from draftlayers.engine import Engine
-from draftlayers.head import DraftHead, HeadConfig, start_at_random, start_from_target
-from draftlayers.spec import UserError, multiplies_bfloat16
+from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.project import UserError
+from draftlayers.start import start_at_random, start_from_target
 from draftlayers.targets import tiny_target
-
-ARCHITECTURES = {
-    "llama": {},
-    "llama-3 rope": {
-        "architecture": "llama",
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 1e5, "factor": 4.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-        },
-    },
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 7},
-    "gemma2": {"sliding_window": 7, "final_logit_softcapping": 3.0},
-    "gemma3_text": {"sliding_window": 7},
-    "phi3": {},
-    "gpt2": {},
-}  # fmt: skip
-PROMPT = [5, 17, 200, 33, 8, 91, 4, 300, 12, 45, 77]
-
-
-def build(name: str, **config) -> Engine:
-    values = {"architecture": name, **ARCHITECTURES.get(name, {}), **config}
-    engine = Engine(tiny_target(**values))
-    engine.eos_ids = frozenset()
-    return engine
 
 
 @pytest.fixture(scope="module")
 def llama() -> Engine:
     return build("llama")
-
-
-def random_head(
-    engine: Engine, layers=(2, 4, 5), start=start_at_random, vocabulary: torch.Tensor | None = None
-) -> DraftHead:
-    vocabulary = torch.arange(3, 503, 5) if vocabulary is None else vocabulary
-    config = HeadConfig.for_target(engine.target, layers, len(vocabulary))
-    embedding = engine.target.model.get_input_embeddings().weight
-    head = DraftHead(config, embedding, vocabulary).eval()
-    if start is start_at_random:
-        start_at_random(head, 1)
-    else:
-        start_from_target(head, engine.target, 1)
-    return head.requires_grad_(False)
-
-
-class Oracle:
-    """Guesses the target's own continuation, right with a given probability at each place.
-
-    As a tree, the right token stands at a random place among `width` siblings.
-    """
-
-    boundaries = ()
-
-    def __init__(self, sequence: list[int], depth: int, right: float, width: int = 1, seed=0):
-        self.sequence, self.depth, self.right, self.width = sequence, depth, right, width
-        self.size, self.random = depth * width, random.Random(seed)
-
-    def session(self, capacity: int):
-        self.known = 1
-        return nullcontext()
-
-    def observe(self, tokens, states) -> None:
-        self.known += len(tokens)
-
-    def propose(self, depth: int, sampling: Sampling, chance: Chance) -> Draft:
-        tokens, parents, node = [], [], ROOT
-        for token in self.sequence[self.known : self.known + min(depth, self.depth)]:
-            level = self.random.sample([t for t in range(500) if t != token], self.width)
-            place = self.random.randrange(self.width)
-            if self.random.random() < self.right:
-                level[place] = token
-            tokens += level
-            parents += [node] * self.width
-            node = len(tokens) - self.width + place
-        return Draft(tokens, parents)
-
-
-def greedy_reference(engine: Engine, prompt: list[int], n: int) -> list[int]:
-    """Hugging Face's own greedy decoding."""
-    model = engine.target.model
-    out = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
 
 
 # --- Greedy decoding ---------------------------------------------------------------------------
@@ -239,181 +157,9 @@ def test_bad_requests_are_explained(llama: Engine) -> None:
     for prompt in ([], [1] * 1024):
         with pytest.raises(UserError, match=r"expected 1 to 1023"):
             decode(llama, prompt, 5)
-    head = random_head(llama)
-    with pytest.raises(UserError, match="can propose 100"):
-        HeadDrafter(head, 3, top_k=101)
-    with pytest.raises(UserError, match="expected 1 or more"):
-        HeadDrafter(head, 0)
-    with pytest.raises(UserError, match="in a chain"):
-        HeadDrafter(head, 3, top_k=2, confidence=0.5)
     for wrong in ({"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_k": -1}):
         with pytest.raises(UserError, match="expected"):
             Sampling(**wrong)
-
-
-# --- Caches and states stay in step ------------------------------------------------------------
-
-
-class Watched(HeadDrafter):
-    """Compares the target's and the head's caches, and the states, with fresh computations."""
-
-    def watch(self, engine: Engine, prompt: list[int]) -> Watched:
-        self.engine, self.tokens, self.checked = engine, prompt[:1], 0
-        return self
-
-    def observe(self, tokens, states) -> None:
-        super().observe(tokens, states)
-        self.tokens = [*self.tokens, *tokens]
-        target, n = self.engine.target, len(self.tokens) - 1
-        assert self.engine.length == n == self.cache.length
-        fresh = DynamicCache()
-        # The model's own linear layers, not the packed ones that are installed just now.
-        packed = [m for m in target.model.modules() if "forward" in vars(m)]
-        kept = [m.__dict__.pop("forward") for m in packed]
-        with target.capture(self.boundaries) as own:
-            target.model(torch.tensor([self.tokens[:-1]]), cache=fresh)
-        for module, forward in zip(packed, kept, strict=True):
-            module.forward = forward
-        for layer, reference in zip(self.engine.kv.layers, fresh.layers, strict=True):
-            torch.testing.assert_close(layer.keys[:, :, :n], reference.keys, atol=1e-4, rtol=1e-3)
-            torch.testing.assert_close(
-                layer.values[:, :, :n], reference.values, atol=1e-4, rtol=1e-3
-            )
-        expected = torch.cat([own[b][0] for b in self.boundaries], dim=-1)
-        torch.testing.assert_close(states, expected[-len(states) :], atol=1e-3, rtol=1e-3)
-        alone = self.head.new_cache(n)
-        after = torch.tensor([self.tokens[1:]])
-        hidden = self.head(self.head.fuse(expected)[None], after, torch.arange(n), alone)
-        torch.testing.assert_close(self.cache.keys[:, :, :n], alone.keys, atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(self.hidden, hidden[:, -1:], atol=1e-3, rtol=1e-3)
-        self.checked += 1
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gpt2"])
-@pytest.mark.parametrize("tree", [False, True])
-def test_caches_equal_a_fresh_forward_after_every_step(name: str, tree: bool) -> None:
-    engine = build(name)
-    # Half of the guesses must be accepted for this to prove anything: let the draft be overridden.
-    drafter = Watched(random_head(engine), depth=4, top_k=2 if tree else 1, total=6)
-    drafter.watch(engine, PROMPT)
-    expected = greedy_reference(engine, PROMPT, 24)
-    oracle = Oracle(PROMPT + expected, depth=4, right=0.7, width=2 if tree else 1)
-
-    def propose(depth: int, sampling: Sampling, chance: Chance) -> Draft:
-        HeadDrafter.propose(drafter, depth, sampling, chance)  # leaves drafted entries to undo
-        oracle.known = len(drafter.tokens)
-        return oracle.propose(depth, sampling, chance)
-
-    drafter.propose = propose
-    run = decode(engine, PROMPT, 24, drafter)
-    assert run.tokens == expected
-    assert drafter.checked == run.passes - (run.offered[-1] == 0)
-    assert acceptance_length([run]) > 1.5
-
-
-@pytest.mark.parametrize("top_k, total", [(1, 4), (2, 6), (3, 12), (4, 60)])
-def test_drafts_equal_drafting_without_a_cache(llama: Engine, top_k: int, total: int) -> None:
-    """EAGLE-2's tree by its definition: every path recomputed from the whole sequence."""
-    depth, head = 4, random_head(llama, start=start_from_target)
-    ids = torch.tensor([PROMPT])
-    with llama.target.capture(head.config.layers) as states, torch.no_grad():
-        best = int(llama.target.model(ids).logits[0, -1].argmax())
-    fused = head.fuse(torch.cat([states[b] for b in head.config.layers], dim=-1))
-
-    def after(path: tuple[int, ...]) -> torch.Tensor:
-        """The head's log-probabilities after the prompt, the target's token and a path."""
-        cache = head.new_cache(64)
-        tokens = torch.tensor([[*PROMPT[1:], best]])
-        hidden = head(fused, tokens, torch.arange(len(PROMPT)), cache)[:, -1:]
-        for i, token in enumerate(path):
-            position = torch.tensor([len(PROMPT) + i])
-            hidden = head(hidden, torch.tensor([[token]]), position, cache)
-        return head.logits(hidden)[0, 0].log_softmax(-1)
-
-    frontier, nodes = [((), 0.0)], []
-    for _ in range(depth):
-        grown = []
-        for path, score in frontier:
-            top = after(path).topk(top_k)
-            for value, i in zip(top.values.tolist(), top.indices, strict=True):
-                grown.append(((*path, int(head.to_target(i))), score + value))
-        nodes += grown
-        frontier = sorted(grown, key=lambda node: -node[1])[:top_k]
-    expected = {path for path, _ in sorted(nodes, key=lambda node: -node[1])[:total]}
-
-    drafter = HeadDrafter(head, depth, top_k, total, precision=torch.float32)
-    with torch.no_grad(), drafter.session(64):
-        concatenated = torch.cat([states[b][0] for b in head.config.layers], dim=-1)
-        drafter.observe([*PROMPT[1:], best], concatenated)
-        draft = drafter.propose(depth, GREEDY, Chance(0))
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        paths.append(((*paths[parent], token)) if parent != ROOT else (token,))
-    assert len(set(paths)) == len(paths)
-    assert set(paths) == expected
-    assert drafter.cache.length == len(PROMPT)
-
-
-@pytest.mark.skipif(not multiplies_bfloat16(), reason="no bfloat16 products here")
-def test_guesses_in_bfloat16_are_nearly_the_same(llama: Engine) -> None:
-    """Half the bytes are read for each guess; the head itself and its cache stay as they are."""
-    head = random_head(llama, start=start_from_target)
-    states = torch.randn(len(PROMPT), 3 * head.config.d_model)
-    scores = []
-    for precision in (None, torch.float32):
-        drafter = HeadDrafter(head, 1, precision=precision)
-        with torch.no_grad(), drafter.session(64):
-            drafter.observe(PROMPT, states)
-            scores.append(head.logits(drafter.hidden)[0, 0])
-            assert drafter.cache.keys.dtype == drafter.hidden.dtype == torch.float32
-    error = (scores[0] - scores[1]).norm() / scores[1].norm()
-    assert 0 < error < 0.02
-    assert head.fc.weight.dtype == torch.float32
-
-
-def test_heads_are_drafted_with_where_nothing_can_be_packed(
-    llama: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Builds of torch without oneDNN, as on Apple's processors."""
-    expected = decode(llama, PROMPT, 12).tokens
-    monkeypatch.setattr("draftlayers.engine.torch.ops.mkldnn", object())
-    engine = build("llama")
-    assert not engine.packed
-    for top_k in (1, 3):
-        drafter = HeadDrafter(random_head(engine), 3, top_k)
-        assert drafter.linears is None
-        assert decode(engine, PROMPT, 12, drafter).tokens == expected
-
-
-def test_a_chain_ends_when_the_head_is_unsure(llama: Engine) -> None:
-    head = random_head(llama, start=start_from_target)
-    fixed = decode(llama, PROMPT, 30, HeadDrafter(head, 5))
-    for confidence in (0.05, 0.3, 0.9):
-        drafter, drafts = HeadDrafter(head, 5, confidence=confidence), []
-        propose = drafter.propose
-
-        def noted(depth, *rest, propose=propose, drafts=drafts, drafter=drafter):
-            draft = propose(depth, *rest)
-            cache, hidden, reached = head.new_cache(200), drafter.hidden, [1.0]
-            n = drafter.cache.length
-            cache.keys[:, :, :n] = drafter.cache.keys[:, :, :n]
-            cache.values[:, :, :n] = drafter.cache.values[:, :, :n]
-            cache.length = n
-            for i, token in enumerate(draft.tokens):
-                q = head.logits(hidden)[0, 0].softmax(-1)
-                assert int(head.to_target(q.argmax())) == token
-                reached.append(reached[-1] * q.max().item())
-                hidden = head(hidden, torch.tensor([[token]]), torch.tensor([n + i]), cache)
-            drafts.append((min(depth, 5), reached))
-            return draft
-
-        drafter.propose = noted
-        assert decode(llama, PROMPT, 30, drafter).tokens == fixed.tokens
-        for depth, reached in drafts:
-            *before, last = reached
-            assert min(before) >= confidence
-            assert len(before) == depth or last < confidence
-        assert any(len(before) < depth for depth, (*before, _) in drafts)
 
 
 # --- Sampling ----------------------------------------------------------------------------------
@@ -629,6 +375,16 @@ def test_sampling_equals_hugging_face(seed: int) -> None:
         torch.testing.assert_close(found, expected[0].softmax(-1))
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 5e-324])
+def test_tiny_temperatures_are_greedy(llama: Engine, temperature: float) -> None:
+    logits = torch.tensor([0.0, 3.0, -torch.inf, 2.999, 3.0])
+    for sampling in (Sampling(temperature), Sampling(temperature, top_k=2, top_p=0.9)):
+        assert sampling.probabilities(logits).tolist() == [0, 0.5, 0, 0, 0.5]
+    drafter = HeadDrafter(random_head(llama), depth=3)
+    run = decode(llama, PROMPT, 12, drafter, Sampling(temperature))
+    assert run.tokens == decode(llama, PROMPT, 12).tokens
+
+
 def test_sampling_is_reproducible(llama: Engine) -> None:
     drafter = HeadDrafter(random_head(llama), depth=3)
     sampling = Sampling(1.0, top_k=20)
@@ -659,8 +415,8 @@ def test_real_target_on_480_prompts() -> None:
 
     Takes half an hour on one core; ``DRAFTLAYERS_DECODE_PROMPTS`` limits the prompts.
     """
-    from draftlayers.corpus import balanced, read_prompts
-    from draftlayers.spec import DATA, PROJECT
+    from draftlayers.project import DATA, PROJECT
+    from draftlayers.prompts import balanced, read_prompts
     from draftlayers.targets import load_target
 
     spec_bench = PROJECT.parent / "shared" / "data" / "spec_bench_question.jsonl"

@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
-from torch import nn
-
-from draftlayers.engine import (
-    Engine,
-    HuggingFacePass,
-    LlamaPass,
-    PackedLinear,
-    PackedLinears,
-    fastest_rows,
+from oracle import Oracle, build, greedy_reference, random_head
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPTNeoConfig,
+    MptConfig,
 )
-from draftlayers.spec import UserError, multiplies_bfloat16
-from draftlayers.targets import tiny_target
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from draftlayers.decoding import decode
+from draftlayers.device import multiplies_bfloat16
+from draftlayers.drafting import HeadDrafter
+from draftlayers.engine import Engine, decodable
+from draftlayers.passes import ChainPass, HuggingFacePass, KVCache, LlamaPass
+from draftlayers.project import UserError
+from draftlayers.targets import Target, tiny_target, tiny_tokenizer
 
 PROMPT = [5, 17, 200, 33, 8, 91, 4, 300, 12]
-
-
-native_bfloat16 = pytest.param(
-    torch.bfloat16,
-    marks=pytest.mark.skipif(not multiplies_bfloat16(), reason="no bfloat16 products here"),
-)
-
-
-@pytest.mark.parametrize("precision", [torch.float32, native_bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 4])
-@pytest.mark.parametrize("bias", [False, True])
-def test_packed_products(rows: int, bias: bool, precision: torch.dtype) -> None:
-    torch.manual_seed(0)
-    parts = [nn.Linear(48, 20, bias=bias), nn.Linear(48, 33, bias=bias)]
-    packed = PackedLinear(parts, rows, precision)
-    tolerance = 1e-5 if precision == torch.float32 else 2e-2
-    for shape in [(1, 48), (3, 48), (2, 5, 48), (70, 48)]:
-        x = torch.randn(shape)
-        expected = torch.cat([part.double()(x.double()) for part in parts], dim=-1)
-        found = packed(x)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
-        assert packed(x).shape == (*shape[:-1], 53)
-        for part in parts:
-            part.float()
-
-
-def test_fastest_rows_is_measured_once() -> None:
-    weight = torch.randn(64, 32)
-    assert fastest_rows(weight) in (1, 2, 4)
-    assert fastest_rows(weight) == fastest_rows(torch.randn(64, 32))
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -63,17 +39,6 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in target.model.modules())
     for name, value in target.model.state_dict().items():
         assert torch.equal(value, before[name])
-
-
-def test_packed_linears_are_restored_after_an_error() -> None:
-    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    x = torch.randn(3, 8)
-    expected, packed = module(x), PackedLinears(module)
-    with torch.no_grad(), packed.installed():
-        torch.testing.assert_close(module(x), expected)
-    with pytest.raises(ValueError, match="stop"), packed.installed():
-        raise ValueError("stop")
-    assert "forward" not in vars(module[0])
 
 
 @pytest.mark.parametrize(
@@ -107,18 +72,224 @@ def test_packed_passes_in_bfloat16(architecture: str) -> None:
 
 def test_a_lean_pass_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Granite's parts look like Llama's, but it scales its residual stream."""
-    monkeypatch.setattr(LlamaPass, "fits", staticmethod(lambda target: True))
-    target = tiny_target(architecture="granite", residual_multiplier=0.5)
-    engine = Engine(target)
-    assert engine.way.startswith("Hugging Face")
+    monkeypatch.setattr(LlamaPass, "fits", staticmethod(lambda target, packed: True))
+    for architecture in ("granite", "gemma", "olmo"):  # the last two stumble over their norms
+        config = {"residual_multiplier": 0.5} if architecture == "granite" else {}
+        engine = Engine(tiny_target(architecture=architecture, **config))
+        assert engine.way.startswith("Hugging Face")
+
+
+def test_no_error_of_a_way_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one in asking whether it fits, nor one in building it."""
+
+    def broken(*anything):
+        raise AttributeError("no such part")
+
+    monkeypatch.setattr(LlamaPass, "fits", broken)
+    monkeypatch.setattr(HuggingFacePass, "_inputs", broken)
+    monkeypatch.setattr(ChainPass, "_inputs", lambda way, tokens, *others: [tokens, None, None])
+    assert Engine(tiny_target(n_layers=4)).way.endswith("its own masks")
+
+
+@pytest.mark.parametrize("limit", range(13, 17))
+def test_a_very_short_context(limit: int) -> None:
+    engine = build("gpt2", n_layers=2, n_positions=limit)
+    assert engine.trees and len(decode(engine, PROMPT, 9).tokens) == limit - len(PROMPT)
 
 
 def test_an_engine_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "draftlayers.engine._windows", lambda config: {"all": 2}
-    )  # a mask that hides too much
+    monkeypatch.setattr(KVCache, "move", lambda cache, sources, to: None)
+    monkeypatch.setattr(KVCache, "get_seq_length", lambda cache, layer=0: 0)
+    monkeypatch.setattr("draftlayers.passes.windows", lambda target: {"all": 2})
     with pytest.raises(UserError, match="cannot be decoded here"):
         Engine(tiny_target(architecture="gpt2"))
+
+
+@pytest.mark.parametrize("architecture", ["gemma", "olmo"])
+def test_norms_that_are_not_llamas(architecture: str) -> None:
+    """Gemma's adds one to the weight and calls its epsilon otherwise; OLMo's has no weight."""
+    engine = build(architecture)
+    assert engine.way.startswith("Hugging Face") and engine.trees
+    expected = greedy_reference(engine, PROMPT, 20)
+    assert decode(engine, PROMPT, 20, Oracle(PROMPT + expected, 4, 0.8, 2)).tokens == expected
+
+
+def test_a_norm_that_only_looks_like_llamas() -> None:
+    """The names agree, and what is computed does not: the numbers decide."""
+    target = tiny_target()
+    assert LlamaPass.fits(target, True)
+    norm = type(target.layers[3].input_layernorm)
+    centred = type(
+        "Centred", (norm,), {"forward": lambda self, x: norm.forward(self, x - x.mean())}
+    )
+    target.layers[3].input_layernorm.__class__ = centred
+    assert not LlamaPass.fits(target, True)
+
+
+def test_settings_that_hardly_show_rule_the_lean_pass_out() -> None:
+    """A cap of 1000 changes small logits by less than the comparison sees."""
+    target = tiny_target()
+    target.config.final_logit_softcapping = 1000.0
+    assert not LlamaPass.fits(target, True)
+
+
+@pytest.mark.parametrize("original", [32, 4096])
+def test_queries_scaled_beyond_the_original_context(original: int) -> None:
+    """Ministral 3's, whether the length lies within reach of a check or far beyond."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+    target = tiny_target(
+        architecture="ministral3", n_layers=4, sliding_window=None, rope_parameters=rope,
+        max_position_embeddings=16 * original,
+    )  # fmt: skip
+    engine = Engine(target)
+    assert not engine.way.startswith("lean")
+    prompt = [(7 * i) % 500 for i in range(2 * original if original < 100 else 50)]
+    with engine.session(len(prompt)):
+        logits, _ = engine.prefill(prompt)
+    with torch.no_grad():
+        expected = target.model(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+def test_rotary_embeddings_that_turn_by_length(architecture: str) -> None:
+    """Exact up to the length at which they change; refused beyond, with the reason."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [8.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    engine = build(
+        architecture, n_layers=4, max_position_embeddings=128, rope_parameters=rope | factors,
+        original_max_position_embeddings=32,
+    )  # fmt: skip
+    assert engine.limit == 32 and "up to 32 tokens" in engine.way
+    plain = decode(engine, PROMPT, 60)
+    assert plain.stop == "context" and len(PROMPT + plain.tokens) == 32
+    assert plain.tokens == greedy_reference(engine, PROMPT, len(plain.tokens))
+    for width in (1, 3):
+        run = decode(engine, PROMPT, 60, Oracle(PROMPT + plain.tokens + [1] * 9, 4, 0.9, width))
+        assert run.tokens == plain.tokens and run.stop == "context"
+    with pytest.raises(UserError, match=r"32 tokens up to which .* longrope"):
+        decode(engine, [5] * 40, 5)
+
+
+def test_a_rope_by_length_that_never_changes_has_no_limit_of_its_own() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [8.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    engine = build(
+        "phi3", n_layers=4, max_position_embeddings=64, rope_parameters=rope | factors,
+        original_max_position_embeddings=64,
+    )  # fmt: skip
+    assert engine.limit == 64 and "up to" not in engine.way
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    engine = build("llama", n_layers=4, max_position_embeddings=32, rope_parameters=dynamic)
+    plain = decode(engine, PROMPT, 60)
+    assert len(PROMPT + plain.tokens) == 32
+    assert plain.tokens == greedy_reference(engine, PROMPT, len(plain.tokens))
+
+
+def without_masks(name: str) -> Target:
+    """Models that place or mask tokens by themselves."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "initializer_range": 0.15}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    config = {
+        "bloom": lambda: BloomConfig(**sizes, **ends, n_layer=4, n_head=4),
+        "mpt": lambda: MptConfig(
+            vocab_size=512, d_model=64, n_layers=4, n_heads=4, max_seq_len=256, expansion_ratio=2,
+            initializer_range=0.15, **ends,
+        ),
+        "gpt_neo": lambda: GPTNeoConfig(
+            **sizes, **ends, num_layers=4, num_heads=4, window_size=16,
+            attention_types=[[["global", "local"], 2]], max_position_embeddings=256,
+        ),
+        "gpt_neo, far window": lambda: GPTNeoConfig(
+            **sizes, **ends, num_layers=4, num_heads=4, window_size=900,
+            attention_types=[[["global", "local"], 2]], max_position_embeddings=1024,
+        ),
+        "falcon": lambda: AutoConfig.for_model(
+            "falcon", **sizes, **ends, num_hidden_layers=4, num_attention_heads=4, alibi=True
+        ),
+    }[name]()  # fmt: skip
+    torch.manual_seed(0)
+    return Target(name, AutoModelForCausalLM.from_config(config).float(), tiny_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "gpt_neo", "gpt_neo, far window", "falcon"])
+def test_models_that_mask_by_themselves_decode_chains_and_refuse_trees(name: str) -> None:
+    engine = Engine(without_masks(name))
+    engine.eos_ids = frozenset()
+    expected = greedy_reference(engine, PROMPT, 60)
+    assert not engine.trees and engine.way.endswith("its own masks")
+    assert decode(engine, PROMPT, 60).tokens == expected
+    run = decode(engine, PROMPT, 60, Oracle(PROMPT + expected, 4, 0.8))
+    assert run.tokens == expected and run.passes < 40
+    head = random_head(engine, layers=(1, 2, 3))
+    assert decode(engine, PROMPT, 20, HeadDrafter(head, 3)).tokens == expected[:20]
+    engine.session = None  # refused before anything is run
+    with pytest.raises(UserError, match="chains, not trees"):
+        decode(engine, PROMPT, 60, HeadDrafter(head, 3, top_k=2))
+
+
+def test_the_check_tells_slots_from_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that the configuration names otherwise is found by the numbers alone."""
+    monkeypatch.setattr(HuggingFacePass, "fits", staticmethod(lambda target, packed: True))
+    assert not Engine(without_masks("gpt_neo")).trees
+
+
+def test_the_limit_is_the_targets() -> None:
+    target = without_masks("bloom")
+    target.context_limit = 30
+    engine = Engine(target)
+    engine.eos_ids = frozenset()
+    run = decode(engine, PROMPT, 100)
+    assert run.stop == "context" and len(PROMPT + run.tokens) == 30
+
+
+class Older(LlamaModel):
+    """A decoder as remote code has it, with the cache under its older name."""
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+        inputs_embeds=None, use_cache=None, **others,
+    ):  # fmt: skip
+        named = (
+            "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
+        )
+        return super().forward(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            inputs_embeds=inputs_embeds, use_cache=use_cache, **{named: past_key_values},
+        )  # fmt: skip
+
+
+def test_a_decoder_that_knows_the_older_name_of_the_cache() -> None:
+    expected = greedy_reference(build("llama", n_layers=4), PROMPT, 20)
+    target = tiny_target(n_layers=4)
+    target.decoder.__class__ = Older
+    engine = Engine(target, packed=False)
+    engine.eos_ids = frozenset()
+    assert decode(engine, PROMPT, 20, Oracle(PROMPT + expected, 4, 0.8, 2)).tokens == expected
+
+
+def test_a_decoder_without_a_cache_is_refused_by_name() -> None:
+    target = tiny_target(n_layers=4)
+    target.decoder.__class__ = type("Cacheless", (LlamaModel,), {"forward": lambda self, x: x})
+    with pytest.raises(UserError, match="Cacheless takes no key-value cache"):
+        Engine(target, packed=False)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["mamba", "mamba2", "rwkv", "jamba", "bamba", "falcon_h1", "granitemoehybrid", "qwen3_next",
+     "recurrent_gemma", "zamba2"],
+)  # fmt: skip
+def test_states_that_cannot_forget_are_refused_from_the_configuration(kind: str) -> None:
+    assert "rejected ones cannot be taken back" in decodable(AutoConfig.for_model(kind))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "mixtral", "bloom", "phi3"])
+def test_what_can_be_decoded(kind: str) -> None:
+    assert decodable(AutoConfig.for_model(kind)) is None
 
 
 def test_states_that_cannot_be_taken_back_are_refused() -> None:
@@ -150,7 +321,7 @@ def test_passes_give_the_states_of_boundaries(
     target = tiny_target(architecture=architecture, **config)
     engine = Engine(target)
     if fixed:
-        monkeypatch.setattr("draftlayers.engine.GraphedPass", Replayed)
+        monkeypatch.setattr("draftlayers.passes.GraphedPass", Replayed)
         engine._pass = HuggingFacePass(target, packed=False)
         engine._pass.graphed = True
         engine.kv.layers.clear()
@@ -185,7 +356,7 @@ def test_methods_that_take_turns_record_their_passes_once(monkeypatch: pytest.Mo
             recorded.append(len(inputs[0]))
             super().__init__(run, inputs)
 
-    monkeypatch.setattr("draftlayers.engine.GraphedPass", Counted)
+    monkeypatch.setattr("draftlayers.passes.GraphedPass", Counted)
     engine = Engine(tiny_target())
     engine._pass = HuggingFacePass(engine.target, packed=False)
     engine._pass.graphed = engine.kv.fixed = True
