@@ -1,36 +1,33 @@
-# The chapters of one run as a graph of work. `draftlayers run` and `make book` call it; to use
-# a cluster, call it yourself with one of Snakemake's executors:
+# The chapters of one run as a graph of work, called by `draftlayers run` and `make book`.
 #
-#     snakemake --directory runs/<model>/<profile> --config spec=runs/<model>/<profile>/spec.json
-#
-# What has to run again is decided by stamps (draftlayers.chapters), not by dates. The heads of
-# chapter 06 are jobs of their own, known once chapter 05 has chosen the layers.
+# Snakemake orders the jobs and gives them cores or cluster nodes; it does not decide what has to
+# run again. Each job asks that itself (draftlayers.jobs), since only then is it known what the
+# jobs before it have changed; a job whose work is current ends at once. The files below .jobs/ only
+# say which jobs this command has done. The heads of chapter 06 are jobs of their own, known once
+# chapter 05 has chosen the layers.
 
-import json
+import os
 import sys
 from pathlib import Path
 
-from draftlayers.chapters import DRAFT_HEAD, chapter_stamp, planned_heads
-from draftlayers.spec import CHAPTERS, Run, RunSpec
+from draftlayers.jobs import DRAFT_HEAD, end_with_parent
+from draftlayers.spec import CHAPTERS, Run
+from draftlayers.training import planned_heads
 
-SPEC = Path(config["spec"]).resolve()
-RUN = Run(RunSpec.model_validate(json.loads(SPEC.read_text())), root=SPEC.parents[2])
+RUN = Run.stored(Path(os.getcwd()).resolve())
 SELECTION = "05-selection"
+
+end_with_parent()
 
 
 def before(chapter):
     number = CHAPTERS.index(chapter)
-    return [f"executed/{CHAPTERS[number - 1]}.stamp"] if number else []
+    return [f".jobs/{CHAPTERS[number - 1]}"] if number else []
 
 
 def heads(wildcards):
     checkpoints.selection.get()
-    return [f"heads/{name}.stamp" for name in planned_heads(RUN)]
-
-
-rule all:
-    input:
-        f"executed/{CHAPTERS[-1]}.stamp",
+    return [f".jobs/heads/{name}" for name in planned_heads(RUN)]
 
 
 for chapter in CHAPTERS:
@@ -43,37 +40,32 @@ for chapter in CHAPTERS:
         input:
             before(chapter),
         output:
-            f"executed/{chapter}.stamp",
+            touch(f".jobs/{chapter}"),
         params:
             chapter=chapter,
-            stamp=chapter_stamp(RUN, chapter),
         threads: workflow.cores
         shell:
-            "{sys.executable} -m draftlayers.chapters {params.chapter} {SPEC}"
+            "{sys.executable:q} -m draftlayers.jobs {params.chapter} {RUN.folder:q}"
 
 
 checkpoint selection:
     input:
         before(SELECTION),
     output:
-        f"executed/{SELECTION}.stamp",
-    params:
-        stamp=chapter_stamp(RUN, SELECTION),
+        touch(f".jobs/{SELECTION}"),
     threads: workflow.cores
     shell:
-        f"{sys.executable} -m draftlayers.chapters {SELECTION} {SPEC}"
+        "{sys.executable:q} -m draftlayers.jobs {SELECTION} {RUN.folder:q}"
 
 
 rule head:
     input:
-        f"executed/{SELECTION}.stamp",
+        f".jobs/{SELECTION}",
     output:
-        "heads/{head}.stamp",
-    params:
-        stamp=chapter_stamp(RUN, DRAFT_HEAD),
+        touch(".jobs/heads/{head}"),
     threads: workflow.cores
     shell:
-        "{sys.executable} -m draftlayers.chapters {wildcards.head} {SPEC}"
+        "{sys.executable:q} -m draftlayers.jobs {wildcards.head} {RUN.folder:q}"
 
 
 rule draft_head:
@@ -81,9 +73,7 @@ rule draft_head:
         before(DRAFT_HEAD),
         heads,
     output:
-        f"executed/{DRAFT_HEAD}.stamp",
-    params:
-        stamp=chapter_stamp(RUN, DRAFT_HEAD),
+        touch(f".jobs/{DRAFT_HEAD}"),
     threads: workflow.cores
     shell:
-        f"{sys.executable} -m draftlayers.chapters {DRAFT_HEAD} {SPEC}"
+        "{sys.executable:q} -m draftlayers.jobs {DRAFT_HEAD} {RUN.folder:q}"

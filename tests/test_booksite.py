@@ -19,7 +19,9 @@ from draftlayers.booksite import stage
 from draftlayers.booksite.extension import ResultError, look_up, show, show_date, show_seconds
 from draftlayers.booksite.scan import scan_site
 from draftlayers.booksite.stage import BookError, build_site, documents, merge_notebook
-from draftlayers.spec import CHAPTERS, PROJECT, Run, RunSpec
+from draftlayers.current import changed
+from draftlayers.project import PROJECT
+from draftlayers.spec import CHAPTERS, Run, RunSpec
 
 CHAPTER = "05-selection"
 PIXEL = base64.b64encode(
@@ -41,7 +43,9 @@ RESULTS = {
         "profile": "smoke",
         "device": "a test machine, 1 threads",
         "date": "2026-11-29",
-        "versions": {"python": "3.11.2", "torch": "2.13.0"},
+        "versions": {"draftlayers": "0.1.0", "torch": "2.13.0"},
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "clean": False,
         "seconds": 74.2,
     },
 }
@@ -127,8 +131,8 @@ def executed_notebook() -> dict:
         {"output_type": "stream", "name": "stderr", "text": ["chatter of a library\n"]},
         {
             "output_type": "display_data",
-            "metadata": {},
-            "data": {"image/png": PIXEL, "text/plain": ["<Figure>"]},
+            "metadata": {"draftlayers": {"figure": "05-plane"}},
+            "data": {"image/png": "of an earlier day", "text/plain": ["figure 05-plane"]},
         },
     ]
     rows = ["| layer | score |\n", "|---|---|\n", "| 2 | 0.5 |\n"]
@@ -167,11 +171,20 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, monkeypatch) -> Run:
     run = Run(RunSpec.make("tiny", "smoke"), root=tmp_path / "runs")
+    for folder in ("results", "figures", "executed"):
+        run.path(folder).mkdir(parents=True)
+    run.begin()
     run.path("results", f"{CHAPTER}.json").write_text(json.dumps(RESULTS))
-    run.path("figures", "plane.png").write_bytes(base64.b64decode(PIXEL))
-    run.path("executed", f"{CHAPTER}.ipynb").write_text(json.dumps(executed_notebook()))
+    for name in ("plane", "05-plane"):
+        run.path("figures", f"{name}.png").write_bytes(base64.b64decode(PIXEL))
+    executed = run.path("executed", f"{CHAPTER}.ipynb")
+    executed.write_text(json.dumps(executed_notebook()))
+    # This chapter is none of the project's: what is current is looked at in test_chapters.py.
+    monkeypatch.setattr(
+        stage, "stale", lambda run, chapter: [] if executed.exists() else ["never made"]
+    )
     return run
 
 
@@ -291,9 +304,61 @@ def test_lists_of_lines_and_whole_strings_are_the_same_source():
 
 def test_chapters_that_never_ran_are_named_before_any_work(run, repository):
     run.path("executed", f"{CHAPTER}.ipynb").unlink()
-    with pytest.raises(BookError, match=rf"{CHAPTER}.*draftlayers run --model tiny"):
+    with pytest.raises(BookError, match=rf"{CHAPTER}.*draftlayers book --model tiny"):
         build_site(run, repository)
     assert not run.folder.joinpath("site", "stage").exists()
+
+
+def test_chapters_of_other_parameters_are_refused_with_their_names(run, repository, monkeypatch):
+    monkeypatch.setattr(stage, "stale", lambda run, chapter: ["parameters.k", "code"])
+    with pytest.raises(BookError, match=rf"{CHAPTER} \(parameters\.k, code\)\. Run: draftlayers"):
+        build_site(run, repository)
+    assert not run.path("site").exists()
+
+
+def test_figures_are_shown_as_they_are_drawn_now(run, repository):
+    staged = json.loads(stage.site_files(run, repository)[f"notebooks/{CHAPTER}.ipynb"])
+    outputs = [o for cell in staged["cells"] for o in cell.get("outputs", []) if "data" in o]
+    assert outputs[0]["data"]["image/png"] == PIXEL
+
+
+# What makes a site anew: every file of it, its own code and its builders, and nothing else.
+@pytest.mark.parametrize(
+    ("cause", "again"),
+    [
+        ("prose", True),
+        ("results", True),
+        ("figure", True),
+        ("reference", True),
+        ("code", True),
+        ("builder", True),
+        ("nothing", False),
+        ("remark in the code", False),
+        ("saved call of a figure", False),
+    ],
+)
+def test_a_site_is_built_again_when_a_cause_changes(
+    run, repository, monkeypatch, source, cause, again
+):
+    before = stage.site_causes(stage.site_files(run, repository))
+    if cause == "prose":
+        (repository / "book" / "intro.md").write_text(INTRO + "\nMore.\n")
+    elif cause == "results":
+        run.path("results", f"{CHAPTER}.json").write_text(json.dumps(RESULTS | {"drop": 0.5}))
+    elif cause == "figure":
+        run.path("figures", "05-plane.png").write_bytes(b"drawn again")
+    elif cause == "reference":
+        (repository / "data" / "reference" / f"{CHAPTER}.json").write_text('{"tau": 2}')
+    elif cause == "code":
+        source.edit("booksite/extension.py", '"book/status"', '"book/what-ran"')
+    elif cause == "remark in the code":
+        source.edit("booksite/stage.py", "# Cells that papermill adds", "# What papermill adds")
+    elif cause == "builder":
+        monkeypatch.setattr(stage, "version", lambda package: "99")
+    elif cause == "saved call of a figure":
+        run.path("figures", "05-plane.safetensors").write_bytes(b"the call")
+    after = stage.site_causes(stage.site_files(run, repository))
+    assert bool(changed(before, after)) is again
 
 
 # --- Building ------------------------------------------------------------------------------------
@@ -322,9 +387,9 @@ def test_a_book_is_built_once_and_survives_a_failed_build(run, repository, monke
     assert "1 min 14 s" in status and "ttt_steps" in status
 
     # Nothing changed: nothing is built.
-    monkeypatch.setattr(stage.subprocess, "run", lambda *a, **k: pytest.fail("built again"))
-    assert build_site(run, repository) == first
-    monkeypatch.undo()
+    with monkeypatch.context() as nothing:
+        nothing.setattr(stage.subprocess, "run", lambda *a, **k: pytest.fail("built again"))
+        assert build_site(run, repository) == first
 
     # A missing number, a dead reference, an aborted notebook: each is named, the book stays.
     page = repository / "book" / "intro.md"

@@ -5,19 +5,26 @@ The run is made once, through the command a user gives; each test looks at anoth
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import nbformat
 import pytest
 
-from draftlayers import chapters
-from draftlayers.chapters import NOTEBOOKS, chapter_stamp, modules_stamp, notebook_code
-from draftlayers.spec import CHAPTERS, PROFILES, Run, RunSpec, UserError
+from draftlayers import chapters, current, jobs
+from draftlayers.booksite.stage import BookError, build_site
+from draftlayers.chapters import NOTEBOOKS, record_path, stale, up_to_date
+from draftlayers.current import read_record
+from draftlayers.figures.drawing import redraw_stale
+from draftlayers.jobs import run_chapters
+from draftlayers.project import PROJECT, UserError
+from draftlayers.spec import CHAPTERS, PROFILES, Run, RunSpec
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,18 @@ def smoke(tmp_path_factory):
 
 
 def command(name, root, *more):
-    arguments = ["--model", "tiny", "--profile", "smoke", "--runs", str(root), *more]
+    # One thread: two of these tests may share the cores.
+    arguments = [
+        "--model",
+        "tiny",
+        "--profile",
+        "smoke",
+        "--runs",
+        str(root),
+        "--cores",
+        "1",
+        *more,
+    ]
     return subprocess.run(
         [sys.executable, "-m", "draftlayers.cli", name, *arguments],
         capture_output=True,
@@ -87,6 +105,42 @@ def test_results_agree_with_each_other(smoke):
         assert 1 <= method["tau"] <= run.spec.depth + 1
 
 
+def test_select_finds_what_the_chapters_found_number_for_number(smoke, tmp_path):
+    run, _ = smoke
+    pairs = [f"-p{name}={value}" for name, value in PROFILES["smoke"].items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "draftlayers.cli", "select", "tiny", *pairs, "--json",
+         "--runs", str(tmp_path)],
+        capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    results = {chapter[:2]: run.results(chapter) for chapter in CHAPTERS[:5]}
+    assert found["chosen"] == results["05"]["chosen"]["layers"]
+    assert found["n_layers"] == results["01"]["n_layers"]
+    assert found["rows"] == results["03"]["kept_rows"] == results["04"]["rows"]
+    assert found["kept_share"] == results["03"]["share"] == results["04"]["share"]
+    assert found["reason"] == results["03"]["reason"]
+    assert found["same_choice_in_bootstrap"] == results["05"]["stability"]["chosen_share"]
+    rows = {row["name"]: row for row in found["sets"]}
+    assert rows["chosen"]["score"] == results["05"]["chosen"]["score"]
+    assert rows["default"]["rank"] == results["05"]["default"]["rank"]
+    for name, layers in results["05"]["layers"].items():
+        assert rows[name]["layers"] == layers
+        assert rows[name]["score"] == results["05"]["scores"][name]
+
+
+def test_chapters_agree_on_how_stable_the_choice_is(smoke):
+    """Chapter 3 recommends a share by the numbers that chapter 5 reports."""
+    run, _ = smoke
+    third, fifth = run.results("03-token-filtering"), run.results("05-selection")
+    used = next(level for level in third["sweep"] if level["share"] >= third["share"])
+    assert used["inclusion"] == fifth["stability"]["inclusion"]
+    assert used["layers"] == fifth["chosen"]["layers"]
+    if third["recommended"]:
+        assert min(used["inclusion"][b] for b in used["layers"]) >= 0.9
+
+
 def test_figures_are_written_for_every_chapter(smoke):
     run, _ = smoke
     for chapter in CHAPTERS:
@@ -118,51 +172,223 @@ def test_nothing_changed_means_nothing_is_done(smoke):
         assert run.path("executed", f"{chapter}.ipynb").stat().st_mtime_ns == then.st_mtime_ns
 
 
-def test_a_parameter_reruns_its_chapter_and_the_later_ones_only(smoke):
-    run, _ = smoke
-    changed = Run(RunSpec.make("tiny", "smoke", decode_tokens=6), run.folder.parents[1])
-    stamps = {c: run.path("executed", f"{c}.stamp").read_text() for c in CHAPTERS}
-    different = [c for c in CHAPTERS if chapter_stamp(changed, c) != stamps[c]]
-    assert different == ["07-speedup"]
-    changed = Run(RunSpec.make("tiny", "smoke", bootstrap=11), run.folder.parents[1])
-    different = [c for c in CHAPTERS if chapter_stamp(changed, c) != stamps[c]]
-    assert different == list(CHAPTERS[2:])
+# --- What is current -----------------------------------------------------------------------------
 
-
-def test_work_of_another_day_is_forgotten(smoke, tmp_path):
-    """Marks decide, not dates or a record of the engine: a mark that does not fit is removed."""
-    run, _ = smoke
-    shutil.copytree(run.folder / "executed", tmp_path / "tiny" / "smoke" / "executed")
-    shutil.copytree(
-        run.folder / "heads",
-        tmp_path / "tiny" / "smoke" / "heads",
-        ignore=lambda folder, names: [n for n in names if not n.endswith(".stamp")],
-    )
-    same = Run(run.spec, tmp_path)
-    chapters.forget_stale(same)
-    assert len(list(same.folder.glob("executed/*.stamp"))) == len(CHAPTERS)
-    heads = len(list(same.folder.glob("heads/*.stamp")))
-    assert heads == 2
-    changed = Run(RunSpec.make("tiny", "smoke", learning_rate=1e-4), tmp_path)
-    chapters.forget_stale(changed)
-    left = sorted(path.stem for path in same.folder.glob("executed/*.stamp"))
-    assert left == list(CHAPTERS[:5]) and not list(same.folder.glob("heads/*.stamp"))
-
-
-def test_every_parameter_belongs_to_a_chapter():
-    fields = [name for names in chapters._FIRST_USE.values() for name in names.split()]
-    assert sorted(fields) == sorted(set(RunSpec.model_fields) - {"profile"})
-    assert set(PROFILES["quick"]) <= set(fields)
+NUMBERS = [chapter[:2] for chapter in CHAPTERS]
 
 
 @pytest.fixture
-def sources(tmp_path, monkeypatch):
-    """A copy of the notebooks and modules that a test may edit."""
+def finished(smoke, tmp_path):
+    """A copy of the finished run, to be damaged."""
+    run, _ = smoke
+    skip = shutil.ignore_patterns("site", ".snakemake", ".lock")
+    shutil.copytree(run.folder, tmp_path / "tiny" / "smoke", ignore=skip)
+    copy = Run(RunSpec.make("tiny", "smoke"), tmp_path)
+    assert up_to_date(copy)
+    return copy
+
+
+def why(run):
+    """Numbers of the chapters that are not current."""
+    return [chapter[:2] for chapter in CHAPTERS if stale(run, chapter)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({}, []),
+        ({"decode_tokens": 6}, ["07"]),
+        ({"heldout_prompts": 5}, ["07"]),
+        ({"learning_rate": 1e-4}, ["06"]),
+        ({"cka_threshold": 0.8}, ["05"]),
+        ({"keep": 0.5}, ["03", "04"]),
+        ({"answer_tokens": 32}, ["01", "06"]),
+        ({"seed": 1}, ["01", "02", "03", "04", "05", "06"]),
+        ({"day": "2001-01-01"}, ["01", "02", "06", "07"]),
+    ],
+)
+def test_a_parameter_concerns_the_chapters_that_read_it(finished, tmp_path, changes, numbers):
+    """Later ones follow only if they read a result that then comes out differently."""
+    run = Run(RunSpec.make("tiny", "smoke", **changes), tmp_path)
+    assert why(run) == numbers
+    for number in numbers:
+        (reason,) = changes
+        assert f"parameters.{reason}" in stale(run, CHAPTERS[int(number) - 1])
+
+
+def attributes_of_spec(chapter):
+    """Parameters that a chapter's code names: ``run.spec.k`` and ``spec.k``."""
+    notebook = json.loads((NOTEBOOKS / f"{chapter}.ipynb").read_text())
+    source = "\n".join(
+        "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"
+    )
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            base = node.value
+            if getattr(base, "attr", getattr(base, "id", "")) == "spec":
+                found.add(node.attr)
+    return found & set(RunSpec.model_fields)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_record_holds_every_parameter_that_its_chapter_reads(smoke, chapter):
+    causes = read_record(record_path(smoke[0], chapter))["causes"]
+    assert attributes_of_spec(chapter) <= set(causes["parameters"])
+
+
+def test_every_parameter_is_read_by_a_chapter(smoke):
+    run, _ = smoke
+    records = [read_record(record_path(run, chapter)) for chapter in CHAPTERS]
+    read = {name for record in records for name in record["causes"]["parameters"]}
+    assert set(RunSpec.model_fields) - read <= {"profile"}
+
+
+# (file of the package, what changes in it, chapters that compute with it)
+EDITS = {
+    "nothing": ("cka", "", "", []),
+    "a constant of the loss": ("ttt", "= 0.8  #", "= 0.7  #", ["06"]),
+    "a constant of the collection": ("states", "SHARD = 32", "SHARD = 16", NUMBERS[:6]),
+    "a constant of selection": ("selection", "BEAM_POOL = 20", "BEAM_POOL = 19", None),
+    "a docstring": ("spec", '"""What a run is', '"""What a run was', []),
+    "a remark": ("ttt", "# weight of step i", "# a weight of step i", []),
+    "a profile's default": ("spec", "(256, 1024, 4096)", "(257, 1024, 4096)", []),
+    "the label of a figure": ("figures/speedup", "new tokens in the pass", "tokens", []),
+    "how chapters are executed": (
+        "chapters",
+        "autosave_cell_every=30",
+        "autosave_cell_every=9",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_code_concerns_the_chapters_that_compute_with_it(finished, source, edit):
+    module, old, new, numbers = EDITS[edit]
+    if old and old not in (source.folder / f"{module}.py").read_text():
+        pytest.fail(f"{module} does not hold {old!r}")
+    source.edit(f"{module}.py", old, new)
+    if numbers is None:  # chapters 3 and 5 select; others may import a rule
+        assert {"03", "05"} <= set(why(finished)) < set(NUMBERS)
+    else:
+        assert why(finished) == numbers
+
+
+def test_the_label_of_a_figure_redraws_the_figures_of_its_chapter_and_nothing_else(
+    finished, source, monkeypatch
+):
+    source.edit("figures/filtering.py", "share of positions kept", "part of positions kept")
+    assert why(finished) == []
+    drawn = redraw_stale(finished, dry=True).drawn
+    assert drawn and {name[:2] for name in drawn} == {"03"}
+    monkeypatch.setattr(jobs, "_run_jobs", lambda *_: pytest.fail("a chapter was executed"))
+    then = finished.path("figures", f"{drawn[0]}.png").stat().st_mtime_ns
+    run_chapters(finished)
+    assert finished.path("figures", f"{drawn[0]}.png").stat().st_mtime_ns > then
+    assert not redraw_stale(finished, dry=True)
+
+
+def delete(*parts):
+    def change(run, monkeypatch):
+        path = next(run.folder.glob("/".join(parts)))
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return change
+
+
+def cut(*parts):
+    def change(run, monkeypatch):
+        path = next(run.folder.glob("/".join(parts)))
+        path.write_bytes(path.read_bytes()[:-20])
+
+    return change
+
+
+def cut_states(run, monkeypatch):
+    """Of the states that chapter 1 collected."""
+    cut(run.results("01-hidden-states")["store"], "*.safetensors")(run, monkeypatch)
+
+
+def by_hand(run, monkeypatch):
+    """Somebody has executed chapter 5 with another k in Jupyter."""
+    run.write_results("05-selection", {"chosen": {"layers": [1, 2]}})
+
+
+def another_target(run, monkeypatch):
+    inner = chapters.find_weights
+    monkeypatch.setattr(
+        chapters, "find_weights", lambda name: replace(inner(name), digest="retrained")
+    )
+
+
+def another_library(run, monkeypatch):
+    monkeypatch.setattr(current, "version", lambda name: "99.0")
+
+
+def another_reference(run, monkeypatch):
+    monkeypatch.setattr(
+        chapters,
+        "file_digest",
+        lambda path: "edited" if "06-draft-head" in str(path) else current.file_digest(path),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "numbers"),
+    [
+        (delete("states"), ["01"]),
+        (cut_states, ["01"]),
+        (delete("heads"), ["06"]),
+        (delete("results", "03-token-filtering.json"), ["03", "04", "05"]),
+        (cut("results", "02-entropy.safetensors"), ["02", "03", "05"]),
+        (delete("executed", "04-cka.ipynb"), ["04"]),
+        (delete("executed", "04-cka.json"), ["04"]),
+        (cut("executed", "04-cka.ipynb"), ["04"]),
+        (delete("figures", "03-stability.safetensors"), ["03"]),
+        (by_hand, ["05", "06"]),
+        (another_target, NUMBERS),
+        (another_library, NUMBERS),
+        (another_reference, ["06"]),
+    ],
+)
+def test_what_is_missing_or_different_is_seen(finished, monkeypatch, change, numbers):
+    change(finished, monkeypatch)
+    assert set(numbers) <= set(why(finished)) <= set(numbers) | {"06", "07"}
+
+
+def test_a_picture_that_is_gone_is_drawn_again_without_its_chapter(finished):
+    finished.path("figures", "03-stability.png").unlink()
+    assert why(finished) == [] and redraw_stale(finished).drawn == ["03-stability"]
+    assert finished.path("figures", "03-stability.png").exists()
+
+
+def test_a_book_of_other_parameters_is_refused(finished, tmp_path):
+    other = Run(RunSpec.make("tiny", "smoke", cka_threshold=0.8), tmp_path)
+    with pytest.raises(BookError, match=r"05-selection \(parameters\.cka_threshold\)"):
+        build_site(other)
+    assert not other.path("site").exists()
+
+
+def test_chapters_after_one_that_gave_the_same_results_are_not_executed(finished, tmp_path):
+    """Damage to chapter 4's notebook costs chapter 4; its numbers are what they were."""
+    finished.path("executed", "04-cka.ipynb").unlink()
+    done = command("run", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[4/7] 04-cka\n" in done.stdout and "[5/7] 05-selection: unchanged" in done.stdout
+    assert "[3/7]" not in done.stdout and "draft head 2-4-5-s0: unchanged" in done.stdout
+    assert up_to_date(finished)
+
+
+# --- Executing -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def notebooks(tmp_path, monkeypatch):
+    """A copy of the notebooks that a test may edit."""
     shutil.copytree(NOTEBOOKS, tmp_path / "notebooks")
-    shutil.copytree(chapters.SOURCE, tmp_path / "draftlayers")
     monkeypatch.setattr(chapters, "NOTEBOOKS", tmp_path / "notebooks")
-    monkeypatch.setattr(chapters, "SOURCE", tmp_path / "draftlayers")
-    return tmp_path
+    return tmp_path / "notebooks"
 
 
 def edit(path, change):
@@ -171,59 +397,55 @@ def edit(path, change):
     path.write_text(json.dumps(notebook))
 
 
-def test_prose_and_comments_change_no_stamp_but_code_does(sources, run):
-    chapter = "04-cka"
-    notebook = sources / "notebooks" / f"{chapter}.ipynb"
-    before = chapter_stamp(run, chapter)
+def test_prose_changes_no_chapter_but_code_does(notebooks, finished):
+    path = notebooks / "04-cka.ipynb"
 
     def reword(nb):
         next(c for c in nb["cells"] if c["cell_type"] == "markdown")["source"] = ["# New words"]
 
-    edit(notebook, reword)
-    module = sources / "draftlayers" / "cka.py"
-    module.write_text(module.read_text() + "\n# a remark\n")
-    assert chapter_stamp(run, chapter) == before
-
-    module.write_text(module.read_text() + "\nANOTHER = 1\n")
-    assert chapter_stamp(run, chapter) != before
-
-    before = chapter_stamp(run, chapter)
-    new = {"cell_type": "code", "id": "new", "source": ["1 + 1"]}
-    edit(notebook, lambda nb: nb["cells"].append(new))
-    assert chapter_stamp(run, chapter) != before
-
+    edit(path, reword)
+    assert why(finished) == []
+    new = {"cell_type": "code", "id": "new", "source": ["1 + 1  # a remark"]}
+    edit(path, lambda nb: nb["cells"].append(new))
+    assert stale(finished, "04-cka") == ["code"]
+    before = chapters.chapter_code(path)
+    edit(path, lambda nb: nb["cells"][-1].update(source=["1 + 1"]))
+    assert chapters.chapter_code(path) == before
     # The book finds outputs by cell id, so a renamed cell has to be executed again.
-    before = chapter_stamp(run, chapter)
-    edit(notebook, lambda nb: nb["cells"][-1].update(id="renamed"))
-    assert chapter_stamp(run, chapter) != before
+    edit(path, lambda nb: nb["cells"][-1].update(id="renamed"))
+    assert chapters.chapter_code(path) != before
 
 
-def test_a_new_reference_result_changes_the_stamp_of_its_chapter(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(chapters, "REFERENCE", tmp_path)
-    before = {c: chapter_stamp(run, c) for c in CHAPTERS}
-    (tmp_path / "06-draft-head.json").write_text("{}")
-    changed = [c for c in CHAPTERS if chapter_stamp(run, c) != before[c]]
-    assert changed == ["06-draft-head", "07-speedup"]
-
-
-def test_a_stamp_follows_imports_through_modules():
-    code = notebook_code(NOTEBOOKS / "05-selection.ipynb")
-    assert modules_stamp("from draftlayers.states import collect") == modules_stamp(
-        "import draftlayers.states"
-    )
-    assert modules_stamp(code) != modules_stamp("import draftlayers.spec")
-
-
-def test_a_failing_cell_is_named_and_the_good_notebook_stays(sources, run):
+def test_a_failing_cell_is_named_and_the_good_notebook_stays(notebooks, run):
     def broken(nb):
         cell = next(c for c in nb["cells"] if c["cell_type"] == "code" and "open_chapter" in
                     "".join(c["source"]))  # fmt: skip
         cell["source"] = ["raise RuntimeError('deliberate')"]
 
     good = run.path("executed", "01-hidden-states.ipynb")
+    good.parent.mkdir(parents=True)
     good.write_text("the last good one")
-    edit(sources / "notebooks" / "01-hidden-states.ipynb", broken)
+    edit(notebooks / "01-hidden-states.ipynb", broken)
     with pytest.raises(UserError, match=r"01-hidden-states stopped in cell \d+.*deliberate"):
         chapters.execute(run, "01-hidden-states")
     assert good.read_text() == "the last good one"
     assert run.path("executed", ".01-hidden-states.partial.ipynb").exists()
+
+
+def test_a_notebook_executed_by_hand_brings_earlier_chapters_up_to_date(tmp_path):
+    """As ``jupyter execute`` does: no command holds the run, nothing is there yet."""
+    script = f"""
+import papermill
+papermill.execute_notebook(
+    {str(NOTEBOOKS / "02-entropy.ipynb")!r}, {str(tmp_path / "out.ipynb")!r},
+    parameters=dict(model="tiny", profile="smoke"), cwd={str(NOTEBOOKS)!r}, progress_bar=False,
+)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=PROJECT,
+        env={**os.environ, "DRAFTLAYERS_RUNS": str(tmp_path / "runs")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = Run.stored(tmp_path / "runs" / "tiny" / "smoke")
+    assert not stale(run, "01-hidden-states") and run.results("02-entropy")["rows"]
+    assert stale(run, "02-entropy") == ["never made"]  # what a hand made is no part of a book

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from draftlayers.spec import CHAPTERS, PROJECT, Profile, Run, RunSpec, UserError, run_folder
+from draftlayers.project import PROJECT, UserError
+from draftlayers.spec import CHAPTERS, Profile, Run, RunSpec
+from draftlayers.weights import TINY, known_models
 
 app = typer.Typer(
     help="Choose the layers that an EAGLE-3 draft head reads, and measure the choice.",
@@ -46,49 +51,68 @@ Runs = Annotated[
 Cores = Annotated[int | None, typer.Option(min=1, help="CPU cores to use; default all.")]
 
 
+class Terminated(KeyboardInterrupt):
+    """A scheduler asked the command to end."""
+
+
 def _explained(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Print a ``UserError`` as a sentence, and exit with 2."""
+    """Print a ``UserError`` as a sentence, and exit with 2; let SIGTERM end it like Ctrl-C."""
+
+    def terminated(number: int, frame: FrameType | None) -> None:
+        raise Terminated
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        signal.signal(signal.SIGTERM, terminated)
         try:
             return command(*args, **kwargs)
         except UserError as err:
             say_to.print(Text.assemble(("error: ", "bold red"), str(err)), soft_wrap=True)
             raise typer.Exit(2) from None
+        except KeyboardInterrupt as end:
+            say_to.print("stopped; what is finished is kept, and the same command goes on from it")
+            raise typer.Exit(143 if isinstance(end, Terminated) else 130) from None
 
     return wrapped
 
 
 def _open(model: str, profile: str, parameters: list[str], runs: Path | None) -> Run:
-    """The run that was asked for, with everything checked that can be before work starts."""
-    from draftlayers.chapters import up_to_date
+    """The run that was asked for. Nothing is written yet."""
+    return Run(RunSpec.make(model, profile, **RunSpec.parse_overrides(parameters)), runs)
+
+
+def _check(run: Run, *abilities: str) -> None:
+    """Refuse, before work starts, a target that cannot do what the run's chapters need."""
+    from draftlayers.capabilities import check
     from draftlayers.selection import check_candidates
 
-    spec = RunSpec.make(model, profile, **RunSpec.parse_overrides(parameters))
-    if run_folder(spec, runs).exists() and up_to_date(run := Run(spec, runs)):
-        return run
-    from draftlayers.targets import check_name, peek  # takes seconds: only when there is work
-
-    check_name(model)
-    run = Run(spec, runs)
+    model = run.parameter("model")
     with say_to.status(f"looking at {model}"):
-        n_layers, chat_template = peek(model, spec.trust_remote_code, say_to.print)
-    check_candidates(n_layers, spec.k)
-    if not chat_template:
-        say_to.print(
-            f"[yellow]note:[/] {model} has no chat template; prompts are written in a plain "
-            "question-and-answer format"
-        )
-    return run
+        target = check(model, run.parameter("trust_remote_code"), say_to.print)
+    target.require(*abilities)
+    target.require_room(run.parameter("max_prompt_tokens"), run.parameter("answer_tokens"))
+    check_candidates(target.n_layers, run.parameter("k"))
+    for note in target.notes:
+        say_to.print(f"[yellow]note:[/] {escape(note)}")
 
 
 @app.command()
 @_explained
-def models() -> None:
-    """List the targets known by name."""
-    from draftlayers.targets import TINY, known_models
+def models(
+    check: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Say what a model can be used for.")
+    ] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with it.")] = False,
+) -> None:
+    """List the targets known by name, or check what can be done with one."""
+    if check is not None:
+        from draftlayers import capabilities
 
+        table = Table("", "", "why", title=escape(check))
+        for row in capabilities.check(check, trust_remote_code, say_to.print).rows():
+            table.add_row(*map(escape, row))
+        Console().print(table)
+        return
     table = Table("name", "model", "licence of the weights", "about")
     for name, entry in known_models().items():
         table.add_row(name, entry["title"], entry["licence"], entry["about"])
@@ -110,13 +134,17 @@ def run(
     cores: Cores = None,
 ) -> None:
     """Execute the chapters of a run that are not up to date."""
-    from draftlayers.chapters import run_chapters
+    from draftlayers.chapters import up_to_date
+    from draftlayers.jobs import run_chapters
 
     matching = [chapter for chapter in CHAPTERS if chapter.startswith(upto)]
     if len(matching) != 1:
         raise UserError(f"unknown chapter {upto!r}; the chapters are {', '.join(CHAPTERS)}")
     started = time.monotonic()
     this = _open(model, profile, parameter, runs)
+    if not up_to_date(this, matching[0]):
+        later = ("train", "decode") if matching[0] > CHAPTERS[4] else ()
+        _check(this, "select", *later)
     run_chapters(this, matching[0], cores)
     say_to.print(f"finished in {time.monotonic() - started:.0f} s: {this.folder}")
 
@@ -138,10 +166,13 @@ def book(
             f"the book needs more packages ({err.name} is missing); install them with: "
             "pip install -e '.[book]'"
         ) from None
-    from draftlayers.chapters import run_chapters
+    from draftlayers.chapters import up_to_date
+    from draftlayers.jobs import run_chapters
 
     started = time.monotonic()
     this = _open(model, profile, parameter, runs)
+    if not up_to_date(this):
+        _check(this, "select", "train", "decode")
     run_chapters(this, cores=cores)
     with say_to.status("building the book"):
         first = build_site(this)
@@ -160,11 +191,35 @@ def select(
     runs: Runs = None,
 ) -> None:
     """Choose the layers for a draft head: chapters 1 to 5 as one command."""
-    from draftlayers.chapters import select_layers
+    from draftlayers.criterion import criterion, summary
+    from draftlayers.figures import selection as figures
+    from draftlayers.figures.drawing import draw
+    from draftlayers.selection import diversity, some_sets
+    from draftlayers.targets import open_target
 
     pairs = [f"k={k}", f"stat_tokens={tokens}", *parameter]
     this = _open(model, "quick", pairs, runs)
-    result = select_layers(this, lambda text: say_to.print(f"[dim]{text}[/]"))
+    _check(this, "select")
+
+    def say(text: str) -> None:
+        say_to.print(f"[dim]{text}[/]")
+
+    with this.hold():
+        target = open_target(this, say)
+        found, choice = criterion(this, target, say)
+        result = summary(this, target, found, choice)
+        sets = some_sets(target.n_layers, this.spec.k, seed=this.spec.seed)
+        marked = (choice.found, choice.rules["default"], choice.rules["greedy_threshold"])
+        draw(
+            this,
+            "select",
+            figures.entropy_cka_plane,
+            choice.aggregate(sets),
+            diversity(sets, choice.level.matrix),
+            {chosen.method: choice.place(chosen.layers) for chosen in marked},
+            [choice.rules["default"].score, choice.found.score],
+        )
+        result["picture"] = str(this.path("figures", "select.png"))
     if as_json:
         print(json.dumps(result))
         return
@@ -176,8 +231,7 @@ def select(
     console.print(table)
     console.print(f"{result['reason']}; {result['rows']:,} positions kept", soft_wrap=True)
     same = result["same_choice_in_bootstrap"]
-    if same is not None:
-        console.print(f"the bootstrap over conversations makes the same choice in {same:.0%}")
+    console.print(f"the bootstrap over conversations makes the same choice in {same:.0%}")
     console.print(f"chosen: [bold]{result['chosen']}[/] ({result['convention']})", soft_wrap=True)
     console.print(f"picture: {result['picture']}", soft_wrap=True)
 

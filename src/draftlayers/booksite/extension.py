@@ -17,7 +17,7 @@ executed to their end. Executing them and laying out the source tree is left to
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,19 @@ def show_date(date: str) -> str:
     return f"{when.day} {when:%B %Y}"
 
 
+def commit_text(records: Iterable[dict[str, Any]]) -> str:
+    """Which commits the records were made at, to stand behind a version; empty where unknown."""
+    found = dict.fromkeys(
+        record["commit"][:7] + ("" if record["clean"] else ", changed")
+        for record in records
+        if record.get("commit")
+    )
+    return f" (commit {'; '.join(found)})" if found else ""
+
+
 def results_folder(env: BuildEnvironment) -> Path:
     """The folder of results files inside the source tree that Sphinx reads."""
-    return Path(env.srcdir) / env.config.draftlayers_results
+    return Path(env.srcdir) / str(env.config.draftlayers_results)
 
 
 def recorded_runs(env: BuildEnvironment) -> dict[str, dict[str, Any]]:
@@ -158,7 +168,7 @@ class ResultRole(SphinxRole):
 
 
 def table_node(
-    titles: list[str], rows: Iterable[list[nodes.Node | str]], caption: str = ""
+    titles: list[str], rows: Iterable[Sequence[nodes.Node | str]], caption: str | None = None
 ) -> nodes.table:
     """Build a table with one header row; cells are texts or inline nodes."""
     table = nodes.table(classes=["results-table"])
@@ -169,7 +179,8 @@ def table_node(
     for _ in titles:
         group += nodes.colspec(colwidth=1)
     header, body = nodes.thead(), nodes.tbody()
-    for parent, cells in [(header, list(titles)), *((body, row) for row in rows)]:
+    lines: list[tuple[nodes.Element, Sequence[nodes.Node | str]]] = [(header, titles)]
+    for parent, cells in [*lines, *((body, row) for row in rows)]:
         row = nodes.row()
         for cell in cells:
             inline = nodes.Text(cell) if isinstance(cell, str) else cell
@@ -281,7 +292,8 @@ class RunTable(SphinxDirective):
         used: dict[str, dict[str, None]] = {}
         for record in recorded_runs(self.env).values():
             for package, version in record["versions"].items():
-                used.setdefault(package, {})[version] = None
+                at = commit_text([record]) if package == "draftlayers" else ""
+                used.setdefault(package, {})[version + at] = None
         rows = [[package, ", ".join(versions)] for package, versions in used.items()]
         return table_node(["Package", "Version"], rows)
 
@@ -343,7 +355,10 @@ def add_banner(app: Sphinx, doctree: nodes.document) -> None:
         ("device", every("device")),
         ("date", " to ".join(days)),
         ("run time", show_seconds(sum(record["seconds"] for record in own))),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        (
+            "versions",
+            ", ".join(f"{name} {version}" for name, version in versions.items()) + commit_text(own),
+        ),
     ]
     banner = nodes.paragraph(classes=["run-banner"])
     whose = "this page" if chapter in records else "the book"

@@ -9,6 +9,7 @@ nothing, an edit to code asks for a new run. Executing chapters is left to
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -23,11 +24,16 @@ from typing import Any
 import yaml
 
 from draftlayers.booksite.scan import scan_site
-from draftlayers.spec import PROJECT, Run, UserError
+from draftlayers.chapters import stale
+from draftlayers.current import changed, code_digest, read_record, write_record
+from draftlayers.figures.drawing import figure_of
+from draftlayers.project import PROJECT, UserError
+from draftlayers.spec import Run
 
 # Cells that papermill adds to an executed notebook and that no source notebook has.
 _ADDED = {"injected-parameters", "papermill-error-cell-tag"}
 _BUILDERS = ("jupyter-book", "sphinx", "myst-nb", "sphinx-book-theme", "pydata-sphinx-theme")
+RECORD = ".causes.json"  # what a site was built from, beside its first page
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -113,11 +119,11 @@ def documents(toc: Path) -> list[str]:
     return walk(yaml.safe_load(toc.read_text(encoding="utf-8")))
 
 
-def plan(run: Run, repository: Path = PROJECT) -> dict[str, bytes]:
+def site_files(run: Run, repository: Path = PROJECT) -> dict[str, bytes]:
     """Return the content of every file of the staged tree, by its path in the tree.
 
-    Raises ``BookError`` when a chapter of the table of contents has not been executed or its
-    code has changed since.
+    Raises ``BookError`` when a chapter of the table of contents has not been executed, or was
+    made from other code, parameters or results than the run has now.
     """
     toc = repository / "book" / "_toc.yml"
     if not toc.is_file():
@@ -128,16 +134,12 @@ def plan(run: Run, repository: Path = PROJECT) -> dict[str, bytes]:
     chapters = [
         Path(name).with_suffix("").name for name in documents(toc) if name.startswith("notebooks/")
     ]
-    missing = [name for name in chapters if not run.path("executed", f"{name}.ipynb").is_file()]
-    if missing:
-        raise BookError(
-            f"not executed yet in {run.folder}: {', '.join(missing)}. "
-            f"Run: draftlayers run --model {run.spec.model} --profile {run.spec.profile}"
-        )
+    _check_current(run, chapters)
     tree = {"_config.yml": (repository / "_config.yml").read_bytes()}
     for folder, pattern in (
         (repository / "book", "*"),
-        (run.path("figures"), "*"),
+        (run.path("figures"), "*.svg"),
+        (run.path("figures"), "*.png"),
         (run.path("results"), "*.json"),
     ):
         for path in sorted(folder.rglob(pattern)):
@@ -149,24 +151,58 @@ def plan(run: Run, repository: Path = PROJECT) -> dict[str, bytes]:
     for name in chapters:
         source = _read_notebook(repository / "notebooks" / f"{name}.ipynb")
         executed = _read_notebook(run.path("executed", f"{name}.ipynb"))
-        merged = merge_notebook(source, executed, name)
+        merged = with_figures(merge_notebook(source, executed, name), run)
         tree[f"notebooks/{name}.ipynb"] = json.dumps(merged, indent=1, sort_keys=True).encode()
     return tree
 
 
+def _check_current(run: Run, chapters: list[str]) -> None:
+    """Refuse a book whose chapters do not belong to the run as it is."""
+    why = {name: found for name in chapters if (found := stale(run, name))}
+    if not why:
+        return
+    command = (
+        f"draftlayers book --model {run.parameter('model')} --profile {run.parameter('profile')}"
+    )
+    if missing := [name for name, found in why.items() if found == ["never made"]]:
+        raise BookError(f"not executed yet in {run.folder}: {', '.join(missing)}. Run: {command}")
+    listed = "; ".join(f"{name} ({', '.join(found[:4])})" for name, found in why.items())
+    raise BookError(
+        f"the chapters in {run.folder} are not what this run's code, model and parameters give: "
+        f"{listed}. Run: {command}"
+    )
+
+
+def with_figures(notebook: dict[str, Any], run: Run) -> dict[str, Any]:
+    """A notebook with its figures as they are drawn now, maybe later than it was executed."""
+    cells = []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell = cell | {"outputs": [_with_figure(output, run) for output in cell["outputs"]]}
+        cells.append(cell)
+    return notebook | {"cells": cells}
+
+
+def _with_figure(output: dict[str, Any], run: Run) -> dict[str, Any]:
+    name = figure_of(output)
+    if name is None:
+        return output
+    png = base64.b64encode(run.path("figures", f"{name}.png").read_bytes()).decode()
+    return output | {"data": output["data"] | {"image/png": png}}
+
+
 def _read_notebook(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return notebook
 
 
-def fingerprint(tree: dict[str, bytes]) -> str:
-    """Digest of everything that decides what the site looks like."""
-    digest = hashlib.sha256()
-    own = {path.name: path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
-    for name, content in sorted((tree | own).items()):
-        digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\0".encode())
-    for package in _BUILDERS:
-        digest.update(f"{package} {version(package)}\0".encode())
-    return digest.hexdigest()
+def site_causes(tree: dict[str, bytes]) -> dict[str, Any]:
+    """Everything that decides what the site looks like."""
+    return {
+        "files": {name: hashlib.sha256(content).hexdigest() for name, content in tree.items()},
+        "code": code_digest("booksite.stage", "booksite.extension"),
+        "libraries": {package: version(package) for package in _BUILDERS},
+    }
 
 
 # --- Building ------------------------------------------------------------------------------------
@@ -184,13 +220,20 @@ def build_site(run: Run, repository: Path = PROJECT) -> Path:
     """
     html = run.path("site", "html")
     first = html / "index.html"
-    tree = plan(run, repository)
-    mark = fingerprint(tree)
-    marked = html / ".fingerprint"
-    if first.is_file() and marked.is_file() and marked.read_text(encoding="utf-8") == mark:
+    tree = site_files(run, repository)
+    causes = site_causes(tree)
+    if first.is_file() and not changed(read_record(html / RECORD), causes):
         return first
 
-    stage, output = run.path("site", "stage"), run.path("site", "build")
+    with run.hold():
+        _build(run, tree)
+        write_record(html / RECORD, causes)
+    return first
+
+
+def _build(run: Run, tree: dict[str, bytes]) -> None:
+    """Build, scan and put in place."""
+    html, stage, output = (run.path("site", name) for name in ("html", "stage", "build"))
     log = run.path("site", "build.log")
     for folder in (stage, output):
         shutil.rmtree(folder, ignore_errors=True)
@@ -222,7 +265,6 @@ def build_site(run: Run, repository: Path = PROJECT) -> Path:
         listed = "\n".join(f"  {fault}" for fault in faults[:20])
         more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
         raise BookError(f"the book was built but is not fit to read:\n{listed}{more}\nSee {built}")
-    (built / ".fingerprint").write_text(mark, encoding="utf-8")
     old = run.path("site", "html.old")
     shutil.rmtree(old, ignore_errors=True)
     if html.exists():
@@ -230,7 +272,6 @@ def build_site(run: Run, repository: Path = PROJECT) -> Path:
     os.replace(built, html)
     for folder in (old, output):
         shutil.rmtree(folder, ignore_errors=True)
-    return first
 
 
 def complaints(log: str, stage: Path) -> str:
