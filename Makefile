@@ -7,7 +7,7 @@ PROFILE ?= quick
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: book test lint clean help
+.PHONY: book test lint test-oldest test-newest clean help
 
 help: ## Say what each command does.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -18,6 +18,20 @@ book: $(VENV)/.book ## Run every chapter on the real model and build the book (M
 test: $(VENV)/.test ## Run all tests: units, all notebooks on a tiny model, one book build.
 	$(BIN)/ruff check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The ends of the range of transformers that pyproject.toml allows, each in its own environment.
+TARGET_TESTS := tests/test_families.py tests/test_targets.py tests/test_capabilities.py \
+	tests/test_answers.py tests/test_engine.py
+test-oldest: PINNED = transformers==5.20.0
+test-newest: PINNED = transformers>=5.20,<6
+test-oldest test-newest: test-%: ## Run the tests of all kinds of targets with this transformers.
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --upgrade --editable '.[test]' '$(PINNED)'
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n 2 $(TARGET_TESTS)
+
+lint: $(VENV)/.test ## Check the code's style and its types.
+	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 clean: ## Remove runs and the environment (converted weights in ~/.cache/draftlayers stay).
 	rm -rf $(VENV) runs

@@ -145,16 +145,26 @@ SLOTS = {
         cordless drill, yoga mat, bike helmet, table fan, sleeping bag, rice cooker, garden hose, phone stand"""),
     "company": words("""Brightwell, Norda Systems, Green Anchor, Loomis & Hart, Pavo Foods, Quillon, Redfern Tools,
         Solvik, Tarn Energy, Umbra Optics, Velo North, Wicker & Sons, Zephyr Rail, Corvus Labs, Delta Mills"""),
-    "month": words("January, February, March, April, May, June, July, August, September, October, November, December"),
+    "month": words(
+        "January, February, March, April, May, June, July, August, September, October, November, December"
+    ),
     "day": words("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"),
     "season": words("spring, summer, autumn, winter"),
     "hour": words("seven, eight, nine, ten, eleven, two, three, four, five, six"),
     "color": words("red, blue, green, yellow, purple, orange, white, grey, pink, brown"),
-    "fruit": words("apples, pears, oranges, plums, lemons, peaches, mangoes, cherries, figs, melons, kiwis, grapes"),
-    "item": words("pencils, stickers, notebooks, marbles, buttons, postcards, tickets, candles, badges, seeds, bricks, tiles"),
+    "fruit": words(
+        "apples, pears, oranges, plums, lemons, peaches, mangoes, cherries, figs, melons, kiwis, grapes"
+    ),
+    "item": words(
+        "pencils, stickers, notebooks, marbles, buttons, postcards, tickets, candles, badges, seeds, bricks, tiles"
+    ),
     "vehicle": words("train, bus, car, truck, ferry, tram, cyclist, motorbike, van, coach"),
-    "language": words("French, German, Spanish, Italian, French, German, Spanish, Italian, Portuguese, Dutch"),
-    "prog": words("Python, Python, Python, JavaScript, Java, C, C++, Go, Rust, TypeScript, Ruby, Kotlin, C#"),
+    "language": words(
+        "French, German, Spanish, Italian, French, German, Spanish, Italian, Portuguese, Dutch"
+    ),
+    "prog": words(
+        "Python, Python, Python, JavaScript, Java, C, C++, Go, Rust, TypeScript, Ruby, Kotlin, C#"
+    ),
     "style": words("""a haiku, a limerick, a short fable, a diary entry, a radio advert, a four-line poem, a fairy tale opening,
         a news report, a product description, a song chorus, a scene with dialogue, a letter, a riddle,
         a speech, a blog post, a thank-you note, a travel guide entry, a monologue, an obituary, a toast"""),
@@ -657,7 +667,9 @@ TRANSLATION_HAND = lines("""
 # ---------------------------------------------------------------- passages
 
 # Each scenario is a list of sentences. The first is always used; of the others one or two may be left out.
-SCENARIOS = [lines(block) for block in """
+SCENARIOS = [
+    lines(block)
+    for block in """
 The council of {town} voted on {day} to renovate the {building}, which has stood empty since {1985-2015}.
 The work will cost about {2-9} million euros and should be finished within {2-4} years.
 Councillor {name} said that the plan would bring life back to the centre.
@@ -919,10 +931,13 @@ In the first year the harvest of {fruit} fell slightly, but in the third it was 
 {name} was among the doubters and has since become the plan's loudest supporter.
 The state pays for the seeds.
 A guide for other regions will appear in {month}.
-""".split("===")]
+""".split("===")
+]
 
 # General facts: topic, passage, and questions that the passage answers.
-FACTS = [tuple(row.split(" | ")) for row in lines("""
+FACTS = [
+    tuple(row.split(" | "))
+    for row in lines("""
     the Nile | The Nile flows north through eastern Africa and empties into the Mediterranean Sea. Its yearly flood once left rich mud on the fields, which made farming possible in the desert. | Why was the flood of the Nile useful to farmers? | Into which sea does the Nile flow?
     honey | Bees make honey from nectar, which they thicken by fanning it with their wings. Because it contains so little water, microbes cannot grow in it, and sealed honey keeps for years. | Why does honey keep so long? | How do bees thicken nectar?
     Mount Everest | Mount Everest stands on the border of Nepal and China. Edmund Hillary and Tenzing Norgay were the first people known to have reached its summit, in 1953. | Who first reached the summit of Mount Everest? | Between which countries does Mount Everest lie?
@@ -973,7 +988,8 @@ FACTS = [tuple(row.split(" | ")) for row in lines("""
     Braille | Louis Braille was fifteen when he devised a script of raised dots in 1824. Each sign has up to six dots, which a fingertip can feel at once. | How old was Braille? | How many dots can a sign have?
     icebergs | About nine tenths of an iceberg lie under water. The ice is frozen fresh water that broke off a glacier, so it contains hardly any salt. | Is an iceberg salty? | How much of an iceberg is under water?
     the tulip craze | In the 1630s the price of rare tulip bulbs in the Netherlands rose until a bulb could cost as much as a house. In February 1637 buyers stayed away and prices collapsed. | What ended the craze? | How expensive was a rare tulip bulb?
-""")]
+""")
+]
 
 SUMMARY_INSTRUCTIONS = lines("""
     Summarize the following text in {one_to_three}.
@@ -1030,7 +1046,9 @@ RAG_LAYOUTS = lines("""
 PASSAGE_MARKS = ["[{n}] ", "Passage {n}: ", "({n}) ", "Document {n}: ", "{n}. ", "- "]
 
 # Made-up records for questions that only the context can answer: passage, question, question.
-RECORDS = [tuple(row.split(" | ")) for row in lines("""
+RECORDS = [
+    tuple(row.split(" | "))
+    for row in lines("""
     The {building} in {town} is open from {7-11} a.m. until {5-9} p.m. It is closed on {day}s and throughout {month}. | When is the {building} in {town} closed? | Could I visit the {building} in {town} on a {day}?
     {company} gives a guarantee of {2-9} years on each {product}. The guarantee does not cover damage by water. | How long is the guarantee of {company} on a {product}? | My {product} from {company} got wet and broke. Is that covered?
     {name} joined {company} as a {job} in {1990-2020} and now leads the office in {town}. | Who leads the office of {company} in {town}? | What was the first post that {name} held at {company}?
@@ -1049,7 +1067,8 @@ RECORDS = [tuple(row.split(" | ")) for row in lines("""
     In {1900-1990} a fire destroyed the {building} of {town}. It was rebuilt within {2-9} years to plans by {name}. | Who planned the new {building} of {town}? | What happened to the {building} of {town}?
     The farm near {town} sells {food} and {fruit} on {day} mornings. It accepts only cash. | Can I pay by card at the farm near {town}? | What does the farm near {town} sell?
     The hostel in {town} has {20-90} beds. Guests must leave their rooms by {hour}, and the kitchen may be used until 10 p.m. | By when must guests of the hostel in {town} leave their rooms? | Does the hostel in {town} have a kitchen that guests can use?
-""")]
+""")
+]
 
 # ---------------------------------------------------------------- questions
 
@@ -1423,8 +1442,12 @@ class Filler:
 
 def fix_articles(text):
     text = ARTICLE.sub(lambda m: m[1] + ("n " if m[2][0].lower() in "aeiou" else " ") + m[2], text)
-    return re.sub(r"\ba (?=(?:air|alarm|alligator|ant|apple|architect|art|eagle|electric|electrician|elephant|elevator|email|excited|"
-                  r"image|office|old|omelette|open-air|orange|ostrich|otter|overworked|owl)\b)", "an ", text)
+    return re.sub(
+        r"\ba (?=(?:air|alarm|alligator|ant|apple|architect|art|eagle|electric|electrician|elephant|elevator|email|excited|"
+        r"image|office|old|omelette|open-air|orange|ostrich|otter|overworked|owl)\b)",
+        "an ",
+        text,
+    )
 
 
 def fill_layout(layout, **parts):
@@ -1482,7 +1505,9 @@ def summarization_maker(rng):
         else:
             passage = facts_passage(facts)
         instruction = instructions.draw().replace("{one_to_three}", rng.choice(ONE_TO_THREE))
-        yield fill_layout(layouts.draw(), instruction=Filler(rng).fill(instruction), passage=passage)
+        yield fill_layout(
+            layouts.draw(), instruction=Filler(rng).fill(instruction), passage=passage
+        )
 
 
 def rag_maker(rng):
@@ -1540,20 +1565,25 @@ def make_kind(by_hand, maker, count, seen, rng):
 
 def make_rows(per_kind, seed):
     rng, seen = random.Random(seed), set()
-    prompts = {kind: make_kind(*source, per_kind, seen, rng) for kind, source in makers(rng).items()}
+    prompts = {
+        kind: make_kind(*source, per_kind, seen, rng) for kind, source in makers(rng).items()
+    }
     rows = []
     for i in range(per_kind):
         for kind in rng.sample(KINDS, len(KINDS)):
-            rows.append({"id": f"train-{kind}-{i + 1:04d}", "kind": kind, "turns": [prompts[kind][i]]})
+            rows.append(
+                {"id": f"train-{kind}-{i + 1:04d}", "kind": kind, "turns": [prompts[kind][i]]}
+            )
     return rows
 
 
 # ---------------------------------------------------------------- checks
 
+
 def ngrams(text):
     """The word n-grams of a text; a shorter text is one gram."""
     tokens = re.findall(r"\w+", text.lower())
-    return {tuple(tokens[i:i + NGRAM]) for i in range(max(1, len(tokens) - NGRAM + 1))}
+    return {tuple(tokens[i : i + NGRAM]) for i in range(max(1, len(tokens) - NGRAM + 1))}
 
 
 def find_problems(rows, heldout):
@@ -1572,16 +1602,27 @@ def find_problems(rows, heldout):
         for n in sorted(set().union(*(index.get(g, ()) for g in grams))):
             overlap = len(grams & held[n][1]) / min(len(grams), len(held[n][1]))
             if overlap > MAX_OVERLAP:
-                problems.append(f"{row['id']} is too close to {held[n][0]} ({overlap:.2f}): {text[:80]!r}")
+                problems.append(
+                    f"{row['id']} is too close to {held[n][0]} ({overlap:.2f}): {text[:80]!r}"
+                )
     return problems
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--per-kind", type=int, default=620, help="prompts per kind (default: %(default)s)")
+    parser.add_argument(
+        "--per-kind", type=int, default=620, help="prompts per kind (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=17, help="random seed (default: %(default)s)")
-    parser.add_argument("--heldout", type=Path, default=PROMPTS_DIR / "heldout.jsonl", help="held-out prompts to keep away from")
-    parser.add_argument("--out", type=Path, default=PROMPTS_DIR / "train.jsonl", help="file to write")
+    parser.add_argument(
+        "--heldout",
+        type=Path,
+        default=PROMPTS_DIR / "heldout.jsonl",
+        help="held-out prompts to keep away from",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=PROMPTS_DIR / "train.jsonl", help="file to write"
+    )
     args = parser.parse_args()
 
     heldout = [json.loads(line) for line in args.heldout.read_text(encoding="utf-8").splitlines()]
@@ -1589,7 +1630,9 @@ def main():
     problems = find_problems(rows, heldout)
     if problems:
         sys.exit("not written, since some prompts did not pass:\n" + "\n".join(problems))
-    args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    args.out.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     print(f"{args.out}: {len(rows)} prompts, {args.per_kind} of each kind")
 
 
