@@ -30,7 +30,7 @@ from draftlayers.spec import Run
 STORED = torch.bfloat16  # float32's range, so that massive activations survive
 INDEX = "index.json"  # written last: it seals a store
 MAPPED = 256_000_000  # bytes of a store's files that are held mapped, about
-AROUND = 1 << 16  # bytes that come along with each that is read from a mapping, on Linux
+AROUND = 1 << 21  # bytes that may come along with each that is read: Linux maps huge pages whole
 META = ("sequence", "position", "token", "answer", "duplicate", "predictive_entropy")
 
 
@@ -163,7 +163,7 @@ class StateStore:
 
     def _column(self, key: str) -> Tensor:
         column = torch.cat([shard[key] for shard in self._shards])
-        self._hold(column.nbytes)
+        self._hold(column.nbytes + len(self._shards) * AROUND)
         return column
 
     def _hold(self, count: int) -> None:
@@ -228,7 +228,7 @@ class StateStore:
                 found = tensor[here]
                 out[there] = found
                 reads = 1 if isinstance(here, slice) else len(here)
-                self._hold(min(tensor.nbytes, found.nbytes + reads * AROUND))
+                self._hold(min(tensor.nbytes, found.nbytes + reads * AROUND) + AROUND)
 
     def _pieces(self, rows: Tensor) -> Iterator[tuple[int, slice | Tensor, slice | Tensor]]:
         """What is copied at once: number of a shard, places in ``rows``, and rows of the shard."""
