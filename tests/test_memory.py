@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
+from helpers import answered
 
 from draftlayers import states, store
 from draftlayers.project import PROJECT
 from draftlayers.states import collect
 from draftlayers.store import ArraySource
-from helpers import answered
 
 
 @pytest.fixture
