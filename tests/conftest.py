@@ -18,6 +18,15 @@ from draftlayers.targets import Target, tiny_target
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "cohere")
 
 
+# Files that take longest, so that they start first and no worker ends up alone with one of them.
+LONGEST = ("test_chapters", "test_jobs", "test_faults", "test_families")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def few_threads() -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))

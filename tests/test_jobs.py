@@ -27,6 +27,8 @@ def start(root, *more):
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        # A shell that starts tests in the background lets them, and all below, ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -77,6 +79,7 @@ def test_a_stopped_command_ends_everything_and_says_how_to_go_on(tmp_path, numbe
     assert "Traceback" not in said
 
 
+@pytest.mark.slow  # three whole commands; the refusal alone is in test_spec
 def test_a_second_command_is_refused_and_one_after_a_kill_goes_on(tmp_path):
     first = start(tmp_path)
     assert until(lambda: in_a_chapter(tmp_path), 60)
