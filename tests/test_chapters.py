@@ -432,6 +432,7 @@ def test_a_failing_cell_is_named_and_the_good_notebook_stays(notebooks, run):
     assert run.path("executed", ".01-hidden-states.partial.ipynb").exists()
 
 
+@pytest.mark.slow
 def test_a_notebook_executed_by_hand_brings_earlier_chapters_up_to_date(tmp_path):
     """As ``jupyter execute`` does: no command holds the run, nothing is there yet."""
     script = f"""

@@ -114,6 +114,7 @@ def test_a_killed_kernel_is_one_sentence_that_names_the_chapter(run, tmp_path, m
         chapters.execute(run, "01-hidden-states")
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_chapter_reaches_the_command_as_it_was_said(tmp_path):
     command = start(tmp_path, "-p", "max_prompt_tokens=8")
     said, _ = command.communicate(timeout=120)
