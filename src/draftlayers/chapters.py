@@ -31,12 +31,11 @@ from draftlayers.current import (
     write_record,
 )
 from draftlayers.figures.drawing import figure_of
-from draftlayers.project import DATA, PROJECT, Say, UserError, versions, write_atomically
+from draftlayers.project import PROJECT, Say, UserError, versions, write_atomically
 from draftlayers.spec import CHAPTERS, HOLDER, Run, RunSpec
 from draftlayers.weights import find_weights
 
 NOTEBOOKS = PROJECT / "notebooks"
-REFERENCE = DATA / "reference"  # results of long runs, by the chapter that shows them
 
 
 def open_chapter(

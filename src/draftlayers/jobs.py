@@ -78,7 +78,6 @@ def _run_jobs(run: Run, upto: str, cores: int | None) -> None:
         NEEDS: " ".join(("select", *later)),
         "DRAFTLAYERS_RUNS": str(run.folder.parents[1]),
         HOLDER: str(run.folder),
-        "XDG_CACHE_HOME": str(run.path(".snakemake")),  # Snakemake's; home may be read-only
     }
     child = subprocess.Popen(
         command,
