@@ -58,20 +58,26 @@ def alive(processes):
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_any_name_of_a_folder_will_do(tmp_path):
+def test_a_stopped_command_ends_everything_and_the_same_one_goes_on(tmp_path):
+    """In a folder whose name holds all that a shell or a template could misread."""
     root = tmp_path / "my runs" / "it's {here} & (now) $HOME" / "läufe [1]" / "-x"
+    stop(root, signal.SIGINT)
     command = start(root)
     said, _ = command.communicate(timeout=240)
     assert command.returncode == 0, said
-    run = Run(RunSpec.make("tiny", "smoke"), root)
-    assert not stale(run, "01-hidden-states")
+    assert not stale(Run(RunSpec.make("tiny", "smoke"), root), "01-hidden-states")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_command_ends_everything_and_says_how_to_go_on(tmp_path, number):
-    command = start(tmp_path)
-    assert until(lambda: in_a_chapter(tmp_path), 60)
-    below = [process for process in working(tmp_path) if process.pid != command.pid]
+@pytest.mark.slow
+def test_a_scheduler_may_stop_a_command(tmp_path):
+    stop(tmp_path, signal.SIGTERM)
+
+
+def stop(root, number):
+    """Send a signal to a command that works in a chapter, and look at what becomes of it."""
+    command = start(root)
+    assert until(lambda: in_a_chapter(root), 60)
+    below = [process for process in working(root) if process.pid != command.pid]
     command.send_signal(number)
     assert until(lambda: not alive(below), 2.0), alive(below)
     said, _ = command.communicate(timeout=10)

@@ -70,16 +70,20 @@ def test_what_was_read_is_let_go(benchmark, tmp_path, monkeypatch):
     assert torch.equal(found.load(1)[::100], kept)
 
 
-def test_the_benchmark_of_memory_runs(benchmark, tmp_path, monkeypatch):
+def test_what_the_benchmark_of_memory_says(benchmark, tmp_path):
     found = benchmark.growth((1000, 2000, 4000), [100.0, 110.0, 140.0])
     assert found["growth_mb_per_1000"] == [10, 15]
     assert found["mb_at"] == {"positions": 200_000, "extrapolated": True, "mb": 2753}
     assert found["within"]
     assert not benchmark.growth((1000, 2000, 4000), [100.0, 110.0, 200.0])["within"]
+    for name, positions in (("select", 800), ("train", 4000)):
+        benchmark.prepare(name, tmp_path / name, positions, large=False)
+        benchmark.STAGES[name](tmp_path / name, positions, large=False)
+
+
+@pytest.mark.slow  # each size is a process of its own
+def test_the_benchmark_of_memory_runs(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "SIZES", {"collect": (400, 800)})
     benchmark.main(str(tmp_path / "memory.json"), large=False)
     record = json.loads((tmp_path / "memory.json").read_text())
     assert all(0 < peak < 4000 for peak in record["collect"]["peak_mb"])
-    for name, positions in (("select", 800), ("train", 4000)):
-        benchmark.prepare(name, tmp_path / name, positions, large=False)
-        benchmark.STAGES[name](tmp_path / name, positions, large=False)
