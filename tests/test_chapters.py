@@ -435,18 +435,31 @@ def test_prose_changes_no_chapter_but_code_does(notebooks, finished):
     assert chapters.chapter_code(path) != before
 
 
-def test_a_failing_cell_is_named_and_the_good_notebook_stays(notebooks, run):
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("raise RuntimeError('deliberate')", r"RuntimeError: deliberate\n(.*\n)+the notebook up"),
+        ("from draftlayers.project import UserError\nraise UserError('A mistake.')", "A mistake."),
+        ("raise OSError(28, 'No space left on device')", None),
+    ],
+)
+def test_a_failing_cell_is_named_and_the_good_notebook_stays(notebooks, run, cell, said):
     def broken(nb):
-        cell = next(c for c in nb["cells"] if c["cell_type"] == "code" and "open_chapter" in
-                    "".join(c["source"]))  # fmt: skip
-        cell["source"] = ["raise RuntimeError('deliberate')"]
+        first = next(c for c in nb["cells"] if c["cell_type"] == "code" and "open_chapter" in
+                     "".join(c["source"]))  # fmt: skip
+        first["source"] = [cell]
 
     good = run.path("executed", "01-hidden-states.ipynb")
     good.parent.mkdir(parents=True)
     good.write_text("the last good one")
     edit(notebooks / "01-hidden-states.ipynb", broken)
-    with pytest.raises(UserError, match=r"01-hidden-states stopped in cell \d+.*deliberate"):
+    if said:
+        expected = rf"^chapter 01-hidden-states stopped in cell \d+: {said}"
+    else:
+        expected = "^there is no room left for chapter 01-hidden-states in .*"
+    with pytest.raises(UserError, match=expected) as mistake:
         chapters.execute(run, "01-hidden-states")
+    assert "RuntimeError" in cell or "\n" not in str(mistake.value)
     assert good.read_text() == "the last good one"
     assert run.path("executed", ".01-hidden-states.partial.ipynb").exists()
 

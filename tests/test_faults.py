@@ -401,6 +401,30 @@ def test_a_full_disk_keeps_the_results_of_a_chapter(run, disk):
     assert [p.name for p in there.path("results").iterdir()] == ["02-entropy.json"]
 
 
+def test_a_full_disk_stops_a_chapter_before_its_first_cell(run, disk):
+    there = Run(run.spec, disk.folder)
+    there.begin()
+    disk.leave(0)
+    with no_room(there.folder):
+        chapters.execute(there, CHAPTERS[0])
+
+
+@pytest.mark.slow  # whole commands
+@pytest.mark.parametrize("size", [0, 8192, 65_536, 1_000_000])
+def test_a_command_on_a_full_disk_ends_with_a_sentence(disk, size):
+    """However little room there is when it starts, and whoever finds it out."""
+    root = disk.folder / "runs"
+    root.mkdir()
+    disk.leave(size)
+    command = [sys.executable, "-m", "draftlayers.cli", "run", "--model", "tiny", "--upto", "01"]
+    done = subprocess.run(
+        [*command, "--profile", "smoke", "--cores", "1", "--runs", str(root)],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "room" in done.stderr and "Traceback" not in done.stdout + done.stderr
+
+
 # --- Read-only -----------------------------------------------------------------------------------
 
 

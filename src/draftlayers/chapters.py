@@ -31,7 +31,16 @@ from draftlayers.current import (
     write_record,
 )
 from draftlayers.figures.drawing import figure_of
-from draftlayers.project import PROJECT, Say, UserError, versions, write_atomically
+from draftlayers.project import (
+    PROJECT,
+    Say,
+    UserError,
+    no_room,
+    room_for,
+    tells_of_no_room,
+    versions,
+    write_atomically,
+)
 from draftlayers.spec import CHAPTERS, HOLDER, Run, RunSpec
 from draftlayers.weights import find_weights
 
@@ -80,8 +89,13 @@ def execute(run: Run, chapter: str, say: Say = _print) -> Path:
     Raises
     ------
     UserError
-        When a cell fails; the message names the chapter, the cell and the error.
+        When a cell fails, naming the chapter, the cell and the error, or when the disk is full.
     """
+    with room_for(f"chapter {chapter}", run.folder):
+        return _execute(run, chapter, say)
+
+
+def _execute(run: Run, chapter: str, say: Say) -> Path:
     import nbformat
     import papermill
     from nbclient.exceptions import DeadKernelError
@@ -119,10 +133,14 @@ def execute(run: Run, chapter: str, say: Say = _print) -> Path:
                 "free some, or lower stat_tokens, lens_tokens or batch_tokens, and run it again"
             ) from None
         except PapermillExecutionError as err:
+            where = f"chapter {chapter} stopped in cell {err.exec_count}"
+            if err.ename == "UserError":
+                raise UserError(f"{where}: {err.evalue}") from None
+            if tells_of_no_room(err.evalue):
+                raise no_room(f"chapter {chapter}", run.folder) from None
             trace = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(err.traceback))
             raise UserError(
-                f"chapter {chapter} stopped in cell {err.exec_count}: {err.ename}: {err.evalue}\n"
-                f"{trace.splitlines()[0] if err.ename == 'UserError' else trace}\n"
+                f"{where}: {err.ename}: {err.evalue}\n{trace}\n"
                 f"the notebook up to there is {partial}"
             ) from None
     notebook = nbformat.read(partial, as_version=4)

@@ -25,7 +25,15 @@ import typer
 
 from draftlayers.chapters import execute, record_path, stale, up_to_date
 from draftlayers.figures.drawing import redraw_stale
-from draftlayers.project import PROJECT, Say, UserError
+from draftlayers.project import (
+    PROJECT,
+    Say,
+    UserError,
+    no_room,
+    room_for,
+    tells_of_no_room,
+    write_atomically,
+)
 from draftlayers.spec import CHAPTERS, HOLDER, Run
 
 DRAFT_HEAD = "06-draft-head"
@@ -46,7 +54,7 @@ def run_chapters(run: Run, upto: str = CHAPTERS[-1], cores: int | None = None) -
     """
     if up_to_date(run, upto) and not redraw_stale(run, dry=True):
         return
-    with run.hold():
+    with room_for("this run", run.folder), run.hold():
         run.begin()
         for chapter in redraw_stale(run).chapters:  # figures that only their chapter can make
             record_path(run, chapter).unlink(missing_ok=True)
@@ -93,8 +101,11 @@ def _run_jobs(run: Run, upto: str, cores: int | None) -> None:
         raise
     if child.returncode:
         mistake = marks / MISTAKE
+        told = mistake.exists()  # whole, or not there
+        if not told and tells_of_no_room(said):  # for the mistake itself, or for Snakemake
+            raise no_room("this run", run.folder)
         raise UserError(
-            (mistake.read_text(encoding="utf-8") if mistake.exists() else said.strip())
+            (mistake.read_text(encoding="utf-8") if told else said.strip())
             + "\nThe run stopped; what is finished is kept, and the same command goes on from it."
         )
 
@@ -194,8 +205,9 @@ def _main(
         else:
             train_planned_head(run, job, say)
     except UserError as err:
-        (run.path(MARKS) / MISTAKE).write_text(str(err), encoding="utf-8")
-        raise SystemExit(1) from None
+        with contextlib.suppress(OSError, UserError):  # without room, the words below are heard
+            write_atomically(run.path(MARKS, MISTAKE), str(err).encode())
+        raise SystemExit(str(err)) from None
     say("done")
 
 

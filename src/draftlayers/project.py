@@ -12,7 +12,7 @@ import functools
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 DATA = PROJECT / "data"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writing to a full disk or quota says
+NO_ROOM = "there is no room left for"
 
 Say = Callable[[str], None]  # told a line of progress now and then
 
@@ -44,7 +45,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         When the disk is full. The old file is still there.
     """
     partial = path.with_name(f".{path.name}.partial")
-    try:
+    with room_for(f"{path.name} ({len(data):,} bytes)", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _owned(partial) as file:
             try:
@@ -56,13 +57,36 @@ def write_atomically(path: Path, data: bytes) -> None:
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
+
+
+@contextlib.contextmanager
+def room_for(what: str, folder: Path) -> Iterator[None]:
+    """Say in a sentence that a folder has no room, should writing there come to that.
+
+    Raises
+    ------
+    UserError
+        When the disk is full, whichever file of the work inside it was that met its end.
+    """
+    try:
+        yield
     except OSError as err:
         if err.errno not in FULL:
             raise
-        raise UserError(
-            f"there is no room left for {path.name} ({len(data):,} bytes) in {path.parent}; what "
-            "is finished is kept, so make room there and run it again"
-        ) from err
+        raise no_room(what, folder) from err
+
+
+def no_room(what: str, folder: Path) -> UserError:
+    """The mistake that a full disk is."""
+    return UserError(
+        f"{NO_ROOM} {what} in {folder}; what is finished is kept, so make room there and run it "
+        "again"
+    )
+
+
+def tells_of_no_room(text: str) -> bool:
+    """Whether what another process said is that a disk is full."""
+    return any(said in text for said in (NO_ROOM, *map(os.strerror, FULL)))
 
 
 def _owned(path: Path) -> FileIO:
