@@ -159,11 +159,12 @@ def _keep_record(run: Run, chapter: str, code: str, figures: list[str]) -> None:
     if results is None:
         raise UserError(f"chapter {chapter} wrote no results")
     reading = Reading(**results["_run"]["reading"])
-    run.made(run.path("executed", f"{chapter}.ipynb"))
+    done = run.path("executed", f"{chapter}.ipynb")
     record = {
         "causes": {**chapter_causes(run, chapter, reading), "code": code},
         "results": run.results_digest(chapter),
-        "made": {**reading.made, **run.reading.made},
+        # Nothing reads the notebook before the book does, so it is kept by its content.
+        "made": {**reading.made, done.relative_to(run.folder).as_posix(): file_digest(done)},
         "figures": figures,
     }
     for path in run.path("figures").glob(f"{chapter[:2]}-*"):

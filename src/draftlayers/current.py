@@ -24,7 +24,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -316,13 +315,13 @@ def sizes(folder: Path, root: Path) -> dict[str, int]:
     }
 
 
-def missing(made: Mapping[str, int], root: Path) -> list[str]:
-    """Those of the files that are gone or of another size."""
+def missing(made: Mapping[str, int | str], root: Path) -> list[str]:
+    """Those of the files that are gone, or of another size or digest, whichever was kept."""
 
-    def there(name: str) -> int:
+    def there(path: Path, kept: int | str) -> int | str:
         try:
-            return os.stat(root / name).st_size
-        except OSError:
+            return path.stat().st_size if isinstance(kept, int) else file_digest(path)
+        except (OSError, UserError):
             return -1
 
-    return [name for name, size in made.items() if there(name) != size]
+    return [name for name, kept in made.items() if there(root / name, kept) != kept]
