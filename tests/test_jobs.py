@@ -120,6 +120,23 @@ def test_a_killed_kernel_is_one_sentence_that_names_the_chapter(run, tmp_path, m
         chapters.execute(run, "01-hidden-states")
 
 
+def test_the_file_that_a_killed_command_leaves_is_taken_over_by_the_next(
+    run, tmp_path, monkeypatch
+):
+    """It says how a kernel is reached; without a folder for it, it is a temporary file."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "läufe {x}"))
+    for _ in range(2):  # the first one is killed before it cleans up
+        manager = chapters._own_kernels(run)()
+        manager.write_connection_file()
+        (left,) = (tmp_path / "läufe {x}").iterdir()
+        assert str(left) == manager.connection_file
+    manager.cleanup_connection_file()
+    assert not left.exists()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "file" / "no folder"))
+    assert chapters._own_kernels(run)().connection_file == ""
+
+
 @pytest.mark.slow
 def test_a_mistake_in_a_chapter_reaches_the_command_as_it_was_said(tmp_path):
     command = start(tmp_path, "-p", "max_prompt_tokens=8")

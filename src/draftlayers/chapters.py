@@ -119,7 +119,7 @@ def _execute(run: Run, chapter: str, say: Say) -> Path:
                     "overrides": run.spec.overrides,
                 },
                 kernel_name="python3",
-                kernel_manager_class=_own_kernels(),
+                kernel_manager_class=_own_kernels(run),
                 cwd=_literal(NOTEBOOKS),
                 progress_bar=False,
                 autosave_cell_every=30,
@@ -178,12 +178,26 @@ def _literal(path: Path) -> str:
     return str(path).replace("{", "{{").replace("}", "}}")
 
 
-def _own_kernels() -> type[Any]:
-    """A kernel manager that starts this interpreter, whatever kernels are installed elsewhere."""
+def _own_kernels(run: Run) -> type[Any]:
+    """A kernel manager that starts this interpreter, whatever kernels are installed elsewhere.
+
+    The file that says how its kernel is reached has one name for each run: what a killed command
+    has left is taken over, and removed, by the next one.
+    """
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
+    from jupyter_core.paths import jupyter_runtime_dir
+    from traitlets import Unicode
+
+    folder = Path(jupyter_runtime_dir())  # nobody else may read it, which not all disks can promise
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = folder / f"draftlayers-{digest(str(run.folder))}.json"
 
     class OwnKernelManager(AsyncKernelManager):
+        # Where there is no such folder, Jupyter takes the one for temporary files.
+        connection_file = Unicode(str(name) if os.access(folder, os.W_OK) else "")
+
         @property
         def kernel_spec(self) -> KernelSpec:
             command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
