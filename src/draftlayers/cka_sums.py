@@ -372,34 +372,15 @@ class CKASums:
     def _hsic(self, weights: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted HSIC_1 ``[B, L, L]``, traces ``[B, L]`` and the exact part of HSIC_1."""
         self._flush()
-        layers, r = self.layers, self.rank
         cells = (level + 1) * self.parts
         w = weights.double().repeat(1, level + 1)  # [B, cells]; cells of a level are its parts
         n = (w @ self.count[:cells])[:, None, None]
         if (n < 4).any():
             raise ValueError(f"debiased CKA needs at least 4 rows, got {int(n.min())}")
-        norms = w.square() @ self.norms[:cells]
-        sums = (w @ self.sum[:cells]).view(-1, layers, r)
-        by_norm = torch.einsum("bc,cij->bij", w.square(), self.by_norm[:cells])
-        products = torch.einsum("bc,cij->bij", w.square(), self.norm_products[:cells])
-        cubes = torch.einsum("bc,cij->bij", w.pow(3), self.norm_products[:cells])
-        squares: list[Tensor] = []
-        forms: list[Tensor] = []
         flat = self.cross[:cells].view(level + 1, self.parts, -1)
         flat = flat.sum(0) if level else flat[0]
-        few = zip(weights.split(REPLICATES), sums.split(REPLICATES), strict=True)
-        for some, s in few:  # the large sums, a few replicates at a time
-            c = (some.to(flat) @ flat).view(-1, layers, r, layers, r)
-            s = s.to(c)
-            forms.append(torch.einsum("bia,biajc,bjc->bij", s, c, s).double().cpu())
-            squares.append(c.square_().sum((2, 4)).double().cpu())
-        frobenius, quadratic = _upper(torch.cat(squares)), _upper(torch.cat(forms))
-        rows = torch.einsum("bir,birj->bij", sums, by_norm.view(-1, layers, r, layers))
-        one = sums.square().sum(2) - norms
-        inner = quadratic - rows - rows.mT + cubes
-        strong = frobenius - products
-        strong += one[:, :, None] * one[:, None, :] / ((n - 1) * (n - 2))
-        strong = (strong - 2 / (n - 2) * inner) / (n * (n - 3))
+        some = zip(weights.split(REPLICATES), w.split(REPLICATES), n.split(REPLICATES), strict=True)
+        strong = torch.cat([self._strong(flat, *few, cells) for few in some])
         trace = self._traces(w, n[:, :, 0], cells, level)
         if self.basis.vectors is None:
             return strong, trace, strong
@@ -410,6 +391,26 @@ class CKASums:
             raise ValueError("too few rows for one block of at least 4; collect more")
         rest = self.rest[level] / self.rest_pairs[level]
         return strong + rest * ratio[:, :, None] * ratio[:, None, :], trace, strong
+
+    def _strong(self, flat: Tensor, weights: Tensor, w: Tensor, n: Tensor, cells: int) -> Tensor:
+        """The exact part of HSIC_1 for a few replicates, whose sums are large."""
+        layers, r = self.layers, self.rank
+        twice = w.square()
+        norms = twice @ self.norms[:cells]
+        sums = (w @ self.sum[:cells]).view(-1, layers, r)
+        by_norm = (twice @ self.by_norm[:cells].flatten(1)).view(-1, layers, r, layers)
+        products = torch.einsum("bc,cij->bij", twice, self.norm_products[:cells])
+        cubes = torch.einsum("bc,cij->bij", w.pow(3), self.norm_products[:cells])
+        cross = (weights.to(flat) @ flat).view(-1, layers, r, layers, r)
+        s = sums.to(cross)
+        form = torch.einsum("bia,biajc,bjc->bij", s, cross, s).double().cpu()
+        square = cross.square_().sum((2, 4)).double().cpu()
+        rows = torch.einsum("bir,birj->bij", sums, by_norm)
+        one = sums.square().sum(2) - norms
+        inner = _upper(form) - rows - rows.mT + cubes
+        strong = _upper(square) - products
+        strong += one[:, :, None] * one[:, None, :] / ((n - 1) * (n - 2))
+        return (strong - 2 / (n - 2) * inner) / (n * (n - 3))
 
     def _traces(self, w: Tensor, n: Tensor, cells: int, level: int) -> Tensor:
         """Trace of each layer's covariance, ``[B, L]``."""
