@@ -8,13 +8,14 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load
 from scipy.stats import entropy as scipy_entropy
 
 from draftlayers import states
 from draftlayers.project import PROJECT, UserError
 from draftlayers.prompts import Conversation
 from draftlayers.states import collect, duplicates
-from draftlayers.store import StateStore
+from draftlayers.store import StateStore, new_shard
 from draftlayers.targets import tiny_target
 
 CONVERSATIONS = [
@@ -202,3 +203,18 @@ def test_massive_activations_survive_storage(tmp_path):
 def test_nothing_to_collect_is_said(tiny, tmp_path):
     with pytest.raises(UserError, match="no conversations"):
         collect(tiny, [], [1], tmp_path)
+
+
+def test_a_shard_lies_in_memory_as_in_its_file():
+    shape = {
+        "b3": (torch.bfloat16, (5, 3)),
+        "answer": (torch.bool, (5,)),
+        "n": (torch.float32, (5,)),
+    }
+    data, rows = new_shard(shape)
+    assert {name: (rows[name].dtype, tuple(rows[name].shape)) for name in rows} == shape
+    assert not any(tensor.any() for tensor in rows.values())
+    for tensor in rows.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    found = load(bytes(data))
+    assert found.keys() == rows.keys() and all(torch.equal(found[n], rows[n]) for n in rows)

@@ -33,7 +33,7 @@ class UserError(ValueError):
     """A request that cannot be served, explained in a sentence a person can act on."""
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | bytearray) -> None:
     """Write a whole file or nothing: a killed process leaves the old file in place.
 
     What it leaves beside it has one name for each file, ``.NAME.partial``, and the next writer of

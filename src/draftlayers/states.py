@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save
 from torch import Tensor
 
 from draftlayers.current import code_digest, digest, libraries, read_record, write_record
@@ -26,7 +25,7 @@ from draftlayers.device import join_processes
 from draftlayers.entropy import entropy_of_log_probs, in_cache
 from draftlayers.project import Say, UserError, quiet, write_atomically
 from draftlayers.prompts import Conversation
-from draftlayers.store import INDEX, STORED, StateStore, shard_name, whole
+from draftlayers.store import INDEX, STORED, StateStore, new_shard, shard_name, whole
 from draftlayers.targets import Target
 
 SHARD = 32  # conversations in a shard
@@ -151,18 +150,50 @@ def _run_pass(
         if not whole(path):
             if path.exists():
                 say(f"{path} is damaged and will be made again")
-            rows = _collect_shard(
-                target, [conversations[i] for i in shard], boundaries, predict, top, first
-            )
+            data, rows = _empty_shard(target, conversations, shard, boundaries, top, first)
             if first:
-                sequence = [
-                    torch.full((len(conversations[i].tokens),), i, dtype=torch.int32) for i in shard
-                ]
-                rows["sequence"] = torch.cat(sequence)
-                rows["duplicate"] = torch.cat([repeated[i] for i in shard])
-            write_atomically(path, save(rows))
+                rows["duplicate"][:] = torch.cat([repeated[i] for i in shard])
+            _collect_shard(
+                target, [conversations[i] for i in shard], boundaries, predict, first, rows
+            )
+            write_atomically(path, data)
+            del data, rows  # before the next one is made
         done += sum(len(conversations[i].tokens) for i in shard)
         say(f"hidden states: shard {number + 1} of {len(shards)}, {done:,} positions")
+
+
+def _empty_shard(
+    target: Target,
+    conversations: Sequence[Conversation],
+    shard: range,
+    boundaries: list[int],
+    top: int,
+    first: bool,
+) -> tuple[bytearray, dict[str, Tensor]]:
+    """The bytes and rows of a shard, with what is known before the target has seen it."""
+    here = [conversations[i] for i in shard]
+    lengths = torch.tensor([len(c.tokens) for c in here])
+    total = int(lengths.sum())
+    columns: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        f"b{b}": (STORED, (total, target.d_model)) for b in boundaries
+    } | {f"norm{b}": (torch.float32, (total,)) for b in boundaries}
+    if first:
+        columns |= {name: (torch.int32, (total,)) for name in ("sequence", "position", "token")}
+        columns |= {name: (torch.bool, (total,)) for name in ("answer", "duplicate")}
+        columns["predictive_entropy"] = torch.float32, (total,)
+        if top:
+            columns["top_ids"] = torch.int32, (total, top)
+            columns["top_logprobs"] = torch.float16, (total, top)
+    data, rows = new_shard(columns)
+    if first:
+        rows["sequence"][:] = torch.tensor(shard).repeat_interleave(lengths)
+        rows["position"][:] = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        rows["token"][:] = torch.tensor([t for c in here for t in c.tokens])
+        rows["answer"][:] = torch.cat([_predicts_answer(c) for c in here])
+        rows["predictive_entropy"].fill_(torch.nan)
+        if top:  # what is not filled in, because there are fewer tokens, has no probability
+            rows["top_logprobs"].fill_(-torch.inf)
+    return data, rows
 
 
 @torch.inference_mode()
@@ -171,25 +202,12 @@ def _collect_shard(
     conversations: list[Conversation],
     boundaries: list[int],
     predict: str,
-    top: int,
     first: bool,
-) -> dict[str, Tensor]:
-    """All rows of a few conversations, in their order, from batches of similar length."""
+    rows: dict[str, Tensor],
+) -> None:
+    """Fill in the rows of a few conversations, in their order, from batches of similar length."""
     lengths = [len(c.tokens) for c in conversations]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    total = sum(lengths)
-    rows: dict[str, Tensor] = {
-        f"b{b}": torch.empty(total, target.d_model, dtype=STORED) for b in boundaries
-    } | {f"norm{b}": torch.empty(total) for b in boundaries}
-    if first:
-        rows["predictive_entropy"] = torch.full((total,), float("nan"))
-        rows["token"] = torch.tensor([t for c in conversations for t in c.tokens]).int()
-        rows["position"] = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths])
-        rows["answer"] = torch.cat([_predicts_answer(c) for c in conversations])
-        if top:
-            rows["top_ids"] = torch.zeros(total, top, dtype=torch.int32)
-            # What is not filled in, because there are fewer tokens, has no probability.
-            rows["top_logprobs"] = torch.full((total, top), -torch.inf, dtype=torch.float16)
     captured = sorted({*boundaries, target.n_layers} if first else boundaries)
     for batch in batches(lengths):
         longest = max(lengths[i] for i in batch)
@@ -208,12 +226,11 @@ def _collect_shard(
             rows[f"norm{b}"][where] = kept.float().norm(dim=-1).cpu()
         if first:
             final = states[target.n_layers]
-            _predict(target, final[real_there.to(final.device)], where, rows, predict, top)
-    return rows
+            _predict(target, final[real_there.to(final.device)], where, rows, predict)
 
 
 def _predict(
-    target: Target, final: Tensor, where: Tensor, rows: dict[str, Tensor], predict: str, top: int
+    target: Target, final: Tensor, where: Tensor, rows: dict[str, Tensor], predict: str
 ) -> None:
     """Fill in the target's next-token distributions from states ``final [n, d]`` at boundary N."""
     if predict == "answer":
@@ -226,8 +243,8 @@ def _predict(
             here = place[done : done + len(logits)]
             done += len(logits)
             rows["predictive_entropy"][here] = entropy_of_log_probs(log_p).cpu()
-            if top:
-                best = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
+            if "top_ids" in rows:
+                best = log_p.topk(min(rows["top_ids"].shape[1], log_p.shape[-1]), dim=-1)
                 rows["top_ids"][here, : best.indices.shape[1]] = best.indices.int().cpu()
                 rows["top_logprobs"][here, : best.values.shape[1]] = best.values.half().cpu()
 

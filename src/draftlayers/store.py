@@ -17,7 +17,7 @@ import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -100,14 +100,48 @@ def _read(path: Path) -> tuple[mmap.mmap, dict[str, Tensor]]:
             f"{path} is damaged ({err}); delete it, and chapter 01 or 06 will collect it again"
         ) from err
     header.pop("__metadata__", None)
+    return mapping, _views(mapping, header, 8 + size)
+
+
+def _views(
+    buffer: mmap.mmap | bytearray, header: Mapping[str, Any], base: int
+) -> dict[str, Tensor]:
+    """Tensors of a file that lies in memory, as its header names them."""
     tensors = {}
     for name, entry in header.items():
-        shape, start = entry["shape"], 8 + size + entry["data_offsets"][0]
+        shape, start = entry["shape"], base + entry["data_offsets"][0]
         flat = torch.frombuffer(
-            mapping, dtype=TYPES[entry["dtype"]], count=math.prod(shape), offset=start
+            buffer, dtype=TYPES[entry["dtype"]], count=math.prod(shape), offset=start
         )
         tensors[name] = flat.view(shape)
-    return mapping, tensors
+    return tensors
+
+
+def new_shard(
+    columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> tuple[bytearray, dict[str, Tensor]]:
+    """A shard to be filled in: the bytes of its file, and its tensors, zeros, as views of them.
+
+    So it is written as it lies, and nothing of it is ever there twice.
+
+    Parameters
+    ----------
+    columns
+        Type and shape of each tensor.
+    """
+    codes = {dtype: code for code, dtype in TYPES.items()}
+    header, end = {}, 0
+    # Wide numbers first, so that each tensor begins at a multiple of what its numbers take.
+    for name in sorted(columns, key=lambda name: (-columns[name][0].itemsize, name)):
+        dtype, shape = columns[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    data = bytearray(len(head) + end)
+    data[: len(head)] = head
+    return data, _views(data, header, len(head))
 
 
 def whole(path: Path) -> bool:
