@@ -26,7 +26,7 @@ A stage's record holds its ``moments`` (seconds, and share of the undisturbed ti
 ``trial`` follow each other in one folder), its ``differences``, and ``leftovers``: files that an
 undisturbed run does not leave. The last two must be empty; the command exits with 1 if they are
 not. ``outside`` counts files that kills leave in the folder for temporary files, which the system
-empties.
+empties. A record that is already in the file keeps its other stages.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from draftlayers import answers, current, states, training
 from draftlayers.answers import answer_prompts, load_answers, own_causes
 from draftlayers.corpus import pair
 from draftlayers.examples import TOP, TrainingData
-from draftlayers.project import PROJECT
+from draftlayers.project import PROJECT, code_state
 from draftlayers.prompts import TRAIN, Conversation, read_prompts
 from draftlayers.states import collect
 from draftlayers.targets import Target, tiny_target
@@ -394,7 +394,8 @@ def main(
     names = list(dict.fromkeys(stages or StageName))
     patterns = {"shows_times": TIMED.pattern, "ignored": IGNORED.pattern}
     record: dict[str, Any] = {"seed": seed, "not_compared": {"keys": TIMES + SPEEDS, **patterns}}
-    record["stages"] = {}
+    before = (current.read_record(Path(json_to)) if json_to != "-" else None) or {}
+    record["stages"] = before.get("stages", {})
     with tempfile.TemporaryDirectory(prefix="faults-") as own:
         root = folder or Path(own)
         frozen_project(root / "project")
@@ -406,7 +407,8 @@ def main(
             known |= small_stages(root / "start")
         for name in names:
             wanted = book_kills if name == StageName.BOOK and book_kills else kills
-            record["stages"][name] = examine(name, known[name], root / name, wanted, files, seed)
+            found = examine(name, known[name], root / name, wanted, files, seed)
+            record["stages"][name] = {**found, **code_state()}
     write(record, json_to)
     if any(found["differences"] or found["leftovers"] for found in record["stages"].values()):
         raise typer.Exit(1)
