@@ -36,6 +36,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from _record import write
+from transformers import GenerationConfig
 
 from draftlayers.costs import free_draft_tokens, measure_costs, measure_passes
 from draftlayers.decoding import Decoded
@@ -91,24 +92,34 @@ def find_head(target: Target, folder: Path | None) -> tuple[DraftHead, str]:
 
 
 def hugging_face(target: Target, **options: Any) -> Method:
-    """``generate()`` as a method that reports like our own."""
+    """``generate()`` as a method that reports like our own, and that decodes as plainly.
+
+    What a model's own settings ask for (penalties, suppressed tokens, lengths) is set aside, since
+    nothing here honours it: ``generate()`` would fill it into any settings that it is given.
+    """
+    settings = GenerationConfig(
+        do_sample=False,
+        eos_token_id=sorted(target.eos_ids),
+        pad_token_id=target.tokenizer.pad_token_id,
+    )
 
     def run(prompt: Sequence[int], max_new_tokens: int) -> Decoded:
         ids = torch.tensor([prompt], device=target.device)
-        began = time.perf_counter()
-        out = target.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(target.eos_ids),
-            pad_token_id=target.tokenizer.pad_token_id,
-            **options,
-        )
-        if target.device.type == "cuda":
-            torch.cuda.synchronize()
-        tokens = out[0, len(prompt) :].tolist()
-        seconds = time.perf_counter() - began
+        own, target.model.generation_config = target.model.generation_config, settings
+        try:
+            began = time.perf_counter()
+            out = target.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                **options,
+            )
+            if target.device.type == "cuda":
+                torch.cuda.synchronize()
+            tokens = out[0, len(prompt) :].tolist()
+            seconds = time.perf_counter() - began
+        finally:
+            target.model.generation_config = own
         return Decoded(tokens, seconds={"total": seconds, "prefill": 0.0})
 
     return run

@@ -9,7 +9,9 @@ from transformers import AutoConfig, GenerationConfig, MambaConfig, MambaForCaus
 
 from draftlayers import capabilities
 from draftlayers.capabilities import ABILITIES, Capabilities, capabilities_of, check, check_target
-from draftlayers.project import UserError
+from draftlayers.decoding import decode
+from draftlayers.engine import Engine
+from draftlayers.project import PROJECT, UserError
 from draftlayers.targets import Target, tiny_target, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -103,6 +105,30 @@ def test_generation_settings_that_are_not_honoured_are_named(name, value):
     notes = of(generation=GenerationConfig(**{name: value})).notes
     assert len(notes) == 1 and f"{name}={value}" in notes[0]
     assert not of(generation=GenerationConfig()).notes
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2, "min_length": 30},
+        {"suppress_tokens": list(range(100, 400)), "forced_eos_token_id": 7},
+    ],
+)
+def test_generation_settings_are_honoured_by_neither_side_of_a_comparison(asked, monkeypatch):
+    monkeypatch.syspath_prepend(PROJECT / "benchmarks")
+    import decoding as benchmark
+
+    target = tiny_target()
+    prompt = [(7 * i + 3) % 500 for i in range(12)]
+    plain = decode(Engine(target), prompt, 24).tokens
+    target.model.generation_config.update(**asked)
+    ids = torch.tensor([prompt])
+    honoured = target.model.generate(ids, do_sample=False, max_new_tokens=24)[0, len(prompt) :]
+    assert honoured.tolist() != plain
+    for options in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 3}):
+        assert benchmark.hugging_face(target, **options)(prompt, 24).tokens == plain
+    assert all(getattr(target.model.generation_config, n) == value for n, value in asked.items())
 
 
 def test_settings_that_change_no_greedy_decoding_are_not_named():
