@@ -1,6 +1,6 @@
 """How much memory collecting, selecting and training take, and how that grows with the data.
 
-    python benchmarks/memory.py [--json -] [--large]
+    python benchmarks/memory.py [--json -] [--large] [--stages collect ...]
 
 Each measurement is the peak of resident memory (``VmHWM``, Linux) of a process of its own, less
 that of a process that only imports. Pages of mapped files that the process has read count, although
@@ -24,7 +24,8 @@ it a guess; ``--large`` measures it at 200,000 positions, and leaves the allocat
     (width 64, and 576 with ``--large``).
 
 With ``--large``, states of up to 200,000 positions are selected from with the parameters of the
-profile ``full`` instead of ``quick``, which takes 8 GB in the folder for temporary files.
+profile ``full`` instead of ``quick``, which takes 8 GB in the folder for temporary files. A record
+of the same sizes that is already in the file keeps its other stages.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,15 +48,24 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftlayers import criterion, filtering
-from draftlayers.current import write_record
+from draftlayers.current import read_record, write_record
 from draftlayers.examples import TOP, TrainingData
-from draftlayers.project import write_atomically
+from draftlayers.project import code_state, write_atomically
 from draftlayers.prompts import Conversation
 from draftlayers.spec import Run, RunSpec
 from draftlayers.states import SHARD, collect
 from draftlayers.store import INDEX, StateStore, shard_name
 from draftlayers.targets import tiny_target
 from draftlayers.training import TrainingSettings, train_head
+
+
+class StageName(StrEnum):
+    """What can be measured."""
+
+    COLLECT = "collect"
+    SELECT = "select"
+    TRAIN = "train"
+
 
 LAYERS, WIDTH, INPUTS = 30, 576, (2, 4, 6)
 LENGTH = 200  # positions of a conversation that is selected from or trained on
@@ -207,21 +218,25 @@ def growth(sizes: tuple[int, ...], peaks: list[float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(sizes: dict[str, tuple[int, ...]], large: bool) -> dict[str, Any]:
-    """All stages at all sizes."""
+def measure(
+    sizes: dict[str, tuple[int, ...]], large: bool, before: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Stages at all their sizes; those of a record from before are kept."""
+    kept = before if before and before.get("large") == large else {}
     record: dict[str, Any] = {"large": large, "limit_mb": LIMIT_MB}
     with tempfile.TemporaryDirectory() as folder:
         imports = peak(nothing, Path(folder), 0, large)
     record["imports_mb"] = round(imports)
+    record |= {name: kept[name] for name in STAGES if name in kept}
     for name, positions in sizes.items():
         peaks, started = [], time.perf_counter()
         for n in positions:
             with tempfile.TemporaryDirectory() as folder:
                 prepare(name, Path(folder), n, large)
                 peaks.append(peak(STAGES[name], Path(folder), n, large) - imports)
+            print(f"{name}, {n:,} positions: {peaks[-1]:,.0f} MB", file=sys.stderr, flush=True)
         seconds = round(time.perf_counter() - started, 1)
-        record[name] = {**growth(positions, peaks), "seconds": seconds}
-        print(f"{name}: {record[name]}", file=sys.stderr)
+        record[name] = {**growth(positions, peaks), "seconds": seconds, **code_state()}
     return record
 
 
@@ -230,10 +245,14 @@ def main(
     large: Annotated[
         bool, typer.Option("--large", help="The full sizes: most of an hour.")
     ] = False,
+    stages: Annotated[list[StageName] | None, typer.Option(help="Only these; default all.")] = None,
 ) -> None:
     """Measure peak memory at growing sizes."""
     torch.set_num_threads(1)
-    write(measure(LARGE if large else SIZES, large), to)
+    sizes = LARGE if large else SIZES
+    wanted = {name: sizes[name] for name in STAGES if not stages or name in stages}
+    before = read_record(Path(to)) if to != "-" else None
+    write(measure(wanted, large, before), to)
 
 
 if __name__ == "__main__":

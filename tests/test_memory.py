@@ -9,6 +9,7 @@ import torch
 from helpers import answered
 
 from draftlayers import states, store
+from draftlayers.current import write_record
 from draftlayers.project import PROJECT
 from draftlayers.states import collect
 from draftlayers.store import ArraySource
@@ -83,7 +84,11 @@ def test_what_the_benchmark_of_memory_says(benchmark, tmp_path):
 
 @pytest.mark.slow  # each size is a process of its own
 def test_the_benchmark_of_memory_runs(benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "SIZES", {"collect": (400, 800)})
-    benchmark.main(str(tmp_path / "memory.json"), large=False)
-    record = json.loads((tmp_path / "memory.json").read_text())
+    sizes = {"collect": (400, 800), "select": (800,), "train": (4000,)}
+    monkeypatch.setattr(benchmark, "SIZES", sizes)
+    to = tmp_path / "memory.json"
+    write_record(to, {"large": False, "select": "as it was", "train": "as it was"})
+    benchmark.main(str(to), large=False, stages=["collect"])
+    record = json.loads(to.read_text())
     assert all(0 < peak < 4000 for peak in record["collect"]["peak_mb"])
+    assert record["select"] == record["train"] == "as it was"
