@@ -12,9 +12,10 @@ little lower than in use. Even so ``select`` wavers by some 50 MB, which makes w
 it a guess; ``--large`` measures it at 200,000 positions, and leaves the allocator as it is.
 
 ``collect``
-    ``states.collect`` of all boundaries of a tiny model of 30 layers and width 64. What it holds at
-    once is a shard of 32 conversations and a few numbers of every position, so the width of the
-    states counts in what is there from the start, not in the growth.
+    ``states.collect`` of all boundaries of a random model of 30 layers and width 64 (576 with
+    ``--large``). What it holds at once is a shard of 32 conversations and a few numbers of every
+    position, so the width of the states counts in what is there from the start, as the model does,
+    not in the growth.
 ``select``
     Chapters 2 to 5 (``criterion.entropies``, ``sweep`` and ``choose``) on states of 30 layers and
     width 576, of random numbers, in a store as ``collect`` leaves it. Nearly all positions count
@@ -68,8 +69,8 @@ class StageName(StrEnum):
 
 
 LAYERS, WIDTH, INPUTS = 30, 576, (2, 4, 6)
-LENGTH = 200  # positions of a conversation that is selected from or trained on
-SHORT = 50  # of one that is collected, so that the smallest size fills two shards
+LENGTH = 200  # positions of a conversation
+SHORT = 50  # of one of the few that are collected, so that the smallest size fills two shards
 PROMPT = 8
 # Blocks of 128 KB and more are given back to the system as soon as they are freed.
 EXACT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
@@ -127,9 +128,10 @@ def nothing(folder: Path, positions: int, large: bool) -> None:
 
 
 def collecting(folder: Path, positions: int, large: bool) -> None:
-    """All boundaries of a tiny model."""
-    target = tiny_target(n_layers=LAYERS)
-    ids = torch.randint(3, target.vocab_size, (positions // SHORT, SHORT)).tolist()
+    """All boundaries of a random model."""
+    target = tiny_target(hidden_size=WIDTH if large else 64, n_layers=LAYERS)
+    length = LENGTH if large else SHORT
+    ids = torch.randint(3, target.vocab_size, (positions // length, length)).tolist()
     conversations = [
         Conversation(str(i), "x", tuple(t[:PROMPT]), tuple(t[PROMPT:])) for i, t in enumerate(ids)
     ]
