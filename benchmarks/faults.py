@@ -24,9 +24,10 @@ and right after it is in place.
 
 A stage's record holds its ``moments`` (seconds, and share of the undisturbed time; those of one
 ``trial`` follow each other in one folder), its ``differences``, and ``leftovers``: files that an
-undisturbed run does not leave. The last two must be empty; the command exits with 1 if they are
-not. ``outside`` counts files that kills leave in the folder for temporary files, which the system
-empties. A record that is already in the file keeps its other stages.
+undisturbed run does not leave. These last two must be empty: the command exits with 1 if their
+number in all stages, ``wrong``, is not 0. ``outside`` counts files that kills leave in the folder
+for temporary files, which the system empties. A record that is already in the file keeps its other
+stages.
 """
 
 from __future__ import annotations
@@ -409,8 +410,11 @@ def main(
             wanted = book_kills if name == StageName.BOOK and book_kills else kills
             found = examine(name, known[name], root / name, wanted, files, seed)
             record["stages"][name] = {**found, **code_state()}
+    all_found = record["stages"].values()
+    record["kills"] = sum(one["kills"] + 2 * one.get("killed_around_files", 0) for one in all_found)
+    record["wrong"] = sum(len(one["differences"]) + len(one["leftovers"]) for one in all_found)
     write(record, json_to)
-    if any(found["differences"] or found["leftovers"] for found in record["stages"].values()):
+    if record["wrong"]:
         raise typer.Exit(1)
 
 
