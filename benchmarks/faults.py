@@ -116,7 +116,7 @@ def frozen_project(copy: Path) -> None:
 def small_stages(scratch: Path) -> dict[StageName, Stage]:
     """The stages that are functions of the package, with what they start from already made."""
     torch.set_num_threads(1)  # a process with more cannot be forked
-    answers.STREAMS, states.SHARD, states.BATCH = 8, 8, 256
+    answers.GROUP, states.SHARD, states.BATCH = 8, 8, 256
     training.CHECKPOINT_SECONDS = 0.05
     target = tiny_target()
     prompts = read_prompts(TRAIN)[:48]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from draftlayers.answers import generate_answers
 from draftlayers.examples import Examples, TrainingData
 from draftlayers.head import DraftHead, HeadConfig
 from draftlayers.prompts import Conversation
 from draftlayers.start import start_at_random, start_from_target
 from draftlayers.states import collect
 from draftlayers.training import TrainingSettings
+from draftlayers.writing import Request, Writer
 
 LAYERS = (2, 4, 5)
 STEPS = 3
@@ -23,8 +23,7 @@ def answered(target, n, length, seed=0):
         torch.randint(3, target.vocab_size, (5 + i % 4,), generator=generator).tolist()
         for i in range(n)
     ]
-    batches = generate_answers(target, prompts, length, [0.0] * n)
-    answers = dict(pair for batch in batches for pair in batch)
+    answers = dict(Writer(target).write([Request(ids, length) for ids in prompts]))
     return [
         Conversation(str(i), "x", tuple(prompts[i]), tuple(answers[i][: length - i % 3]))
         for i in range(n)

@@ -1,75 +1,17 @@
-"""Answers are the target's own, whatever the batch, and are kept while they stay what they were."""
+"""Answers are kept while they stay what they would be."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from scipy.stats import chi2
 
 from draftlayers import answers
-from draftlayers.answers import (
-    answer_prompts,
-    generate_answers,
-    load_answers,
-    own_causes,
-    temperature_of,
-)
+from draftlayers.answers import answer_prompts, load_answers, own_causes, temperature_of
 from draftlayers.prompts import TRAIN, Prompt, read_prompts
-
-
-def _reference(target, prompt, count):
-    """Greedy continuation without batch, cache or padding."""
-    ids = list(prompt)
-    for _ in range(count):
-        with torch.inference_mode():
-            logits = target.model(torch.tensor([ids]), use_cache=False).logits
-            ids.append(int(logits[0, -1].argmax()))
-        if ids[-1] in target.eos_ids:
-            break
-    return ids[len(prompt) :]
-
-
-def test_batched_greedy_answers_equal_single_ones(any_target):
-    prompts = [[7, 8, 9], [100], [20, 30, 40, 50, 60, 70, 80], [5] * 4, [250, 251]]
-    batches = generate_answers(any_target, prompts, 12, [0.0] * 5, streams=3)
-    found = {i: answer for batch in batches for i, answer in batch}
-    for i, prompt in enumerate(prompts):
-        assert found[i] == _reference(any_target, prompt, 12)
-
-
-def test_streams_that_end_leave_the_others_alone(tiny, monkeypatch):
-    """Treat a token that comes early in one answer as the end of an answer."""
-    prompts = [[7, 8, 9], [100], [20, 30, 40, 50], [250, 251]]
-    free = [_reference(tiny, prompt, 10) for prompt in prompts]
-    monkeypatch.setattr(type(tiny), "eos_ids", frozenset({free[0][3]}))
-    expected = [_reference(tiny, prompt, 10) for prompt in prompts]
-    batches = generate_answers(tiny, prompts, 10, [0.0] * 4)
-    assert [answer for batch in batches for _, answer in batch] == expected
-    assert len(expected[0]) <= 4
-
-
-def test_sampling_follows_the_distribution():
-    logits = torch.randn(1, 6, generator=torch.Generator().manual_seed(0)).expand(4000, 6)
-    generators = [torch.Generator().manual_seed(i) for i in range(4000)]
-    drawn = answers._sample(logits, torch.full((4000,), 0.5), generators)
-    p = torch.softmax(logits[0].double() / 0.5, -1)
-    expected = 4000 * p
-    statistic = ((drawn.bincount(minlength=6) - expected) ** 2 / expected).sum().item()
-    assert statistic < chi2.isf(1e-4, df=5)  # fails by chance once in ten thousand seeds
-
-
-def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_neighbours(tiny):
-    def sampled(prompts, seed):
-        batches = generate_answers(tiny, prompts, 8, [1.0] * len(prompts), seed=seed)
-        return [answer for batch in batches for _, answer in batch]
-
-    three = sampled([[7, 8, 9], [100], [20, 30]], 1)
-    assert sampled([[100]], 1) == three[1:2]
-    assert sampled([[7, 8, 9], [100], [20, 30]], 2) != three
+from draftlayers.writing import Writer
 
 
 def test_a_killed_run_goes_on_and_ends_at_the_same_answers(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "STREAMS", 4)
+    monkeypatch.setattr(answers, "GROUP", 4)
     prompts = read_prompts(TRAIN)[:10]
     whole = answer_prompts(tiny, prompts, 6, 500, tmp_path / "whole.safetensors")
 
@@ -107,6 +49,8 @@ LIMIT = 12
 )
 def test_answers_are_kept_one_by_one(tiny, tmp_path, monkeypatch, cause, kept):
     """What each change leaves of seven answers, of which the third and the sixth are sampled."""
+    # In low precision near ties are broken by what is written beside.
+    monkeypatch.setattr(answers, "fast_twin", lambda target: target)
     path, prompts = tmp_path / "a.safetensors", read_prompts(TRAIN)
     free = answer_prompts(tiny, prompts[:7], LIMIT, 500, tmp_path / "free.safetensors")
     monkeypatch.setattr(type(tiny), "eos_ids", frozenset({free[0].tokens[3]}))
@@ -123,13 +67,13 @@ def test_answers_are_kept_one_by_one(tiny, tmp_path, monkeypatch, cause, kept):
         asked = [Prompt(asked[0].id, asked[0].kind, (cause["first"],)), *asked[1:]]
     options = cause.get("limit", LIMIT), 500
     written = []
-    inner = answers.generate_answers
 
-    def spy(target, ids, *more):
-        written.extend(ids)
-        return inner(target, ids, *more)
+    class Spy(Writer):
+        def write(self, requests):
+            written.extend(requests)
+            return super().write(requests)
 
-    monkeypatch.setattr(answers, "generate_answers", spy)
+    monkeypatch.setattr(answers, "Writer", Spy)
     after = answer_prompts(tiny, asked, *options, path, cause.get("seed", 0))
     assert len(written) == len(asked) - len(keeps[kept])
     fresh = answer_prompts(tiny, asked, *options, tmp_path / "b.safetensors", cause.get("seed", 0))

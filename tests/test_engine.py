@@ -322,8 +322,8 @@ def test_passes_give_the_states_of_boundaries(
     engine = Engine(target)
     if fixed:
         monkeypatch.setattr("draftlayers.passes.GraphedPass", Replayed)
-        engine._pass = HuggingFacePass(target, packed=False)
-        engine._pass.graphed = True
+        engine.passes = HuggingFacePass(target, packed=False)
+        engine.passes.graphed = True
         engine.kv.layers.clear()
         engine.kv.fixed = True
     boundaries = (1, 4, 8)
@@ -337,7 +337,7 @@ def test_passes_give_the_states_of_boundaries(
         assert engine.length == len(PROMPT) + 2
     if fixed:
         # 2 tokens, and 3 filled up.
-        assert sorted(engine._pass.graphs) == [(boundaries, 2), (boundaries, 4)]
+        assert sorted(engine.passes.graphs) == [(boundaries, 2), (boundaries, 4)]
     ids = torch.tensor([[*PROMPT, *more.tolist()]])
     with torch.no_grad(), target.capture(boundaries) as own:
         expected = target.model(ids).logits[0]
@@ -358,8 +358,8 @@ def test_methods_that_take_turns_record_their_passes_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("draftlayers.passes.GraphedPass", Counted)
     engine = Engine(tiny_target())
-    engine._pass = HuggingFacePass(engine.target, packed=False)
-    engine._pass.graphed = engine.kv.fixed = True
+    engine.passes = HuggingFacePass(engine.target, packed=False)
+    engine.passes.graphed = engine.kv.fixed = True
     engine.kv.layers.clear()
     for _ in range(3):
         for boundaries in ((), (1, 4), (2,)):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftlayers.answers import generate_answers
 from draftlayers.capabilities import ABILITIES, capabilities_of, check_target
 from draftlayers.decoding import decode
 from draftlayers.engine import Engine
@@ -23,6 +22,7 @@ from draftlayers.prompts import Conversation
 from draftlayers.states import collect
 from draftlayers.targets import Target, tiny_tokenizer
 from draftlayers.training import TrainingSettings, train_head
+from draftlayers.writing import Request, Writer
 from tests.oracle import PROMPT, Oracle
 
 TOKENIZER = tiny_tokenizer()
@@ -242,8 +242,9 @@ def test_conversations_of_unequal_length_give_the_states_of_single_ones(family, 
 
 def test_answers_are_those_of_generate(family):
     _, target, cannot = family
-    batches = generate_answers(target, [PROMPT, SHORT], 32, [0.0, 0.0])
-    answers = dict(pair for batch in batches for pair in batch)
+    requests = [Request(PROMPT, 32), Request(SHORT, 32)]
+    answers = dict(Writer(target).write(requests))
+    assert answers == dict(Writer(target, packed=False).write(requests))
     # Where the rotary embedding changes with the length of the text, an answer may end there.
     limit = target.context_limit if "decode" in cannot else Engine(target).limit
     for number, prompt in enumerate((PROMPT, SHORT)):

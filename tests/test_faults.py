@@ -39,7 +39,7 @@ def data(tiny, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(answers, "STREAMS", 3)
+    monkeypatch.setattr(answers, "GROUP", 3)
     monkeypatch.setattr(states, "SHARD", 3)
 
 

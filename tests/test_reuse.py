@@ -132,7 +132,7 @@ def made(monkeypatch):
 
         monkeypatch.setattr(module, name, noted)
 
-    spy(answers, "_generate_batch", ANSWERS)
+    spy(answers.Writer, "write", ANSWERS)
     spy(states, "_collect_shard", STATES)
     spy(training.Trainer, "step", HEAD)
     return done

@@ -135,14 +135,14 @@ def test_plain_decoding_is_held_against_the_model_itself(
     answer = decode(engine, PROMPT, 8)
     check_answer(engine.target, PROMPT, answer)
     check_answer(engine.target, PROMPT, Decoded())
-    own = engine._pass
+    own = engine.passes
 
     def wrong(tokens, positions, visible, kv, rows):
         logits, states = own(tokens, positions, visible, kv, rows)
         return logits.roll(1, -1), states
 
     wrong.session, wrong.trees = own.session, True
-    monkeypatch.setattr(engine, "_pass", wrong)
+    monkeypatch.setattr(engine, "passes", wrong)
     methods = engine_methods(engine, {"head": HeadDrafter(random_head(engine), 2)}, 40)
     with pytest.raises(LossError, match="below the target's best"):
         time_methods(engine.target, [PROMPT], methods, 8)

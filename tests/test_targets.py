@@ -21,12 +21,12 @@ from transformers import (
     MptForCausalLM,
 )
 
-from draftlayers.answers import generate_answers
 from draftlayers.chat import SYSTEM
 from draftlayers.contexts import NO_LIMIT
 from draftlayers.project import UserError
 from draftlayers.spec import Run, RunSpec
 from draftlayers.targets import Target, load_target, open_target, tiny_target
+from draftlayers.writing import Request, Writer
 
 IDS = torch.tensor([[5, 80, 200, 301, 17, 44, 9]])
 
@@ -230,13 +230,17 @@ def test_a_decoder_may_name_its_cache_as_it_likes(tiny):
         def forward(self, input_ids=None):
             return super().forward(input_ids=input_ids)
 
+    def written(target):
+        request = Request(IDS[0].tolist(), 12)
+        return list(Writer(target, packed=False).write([request]))
+
     assert tiny.cache_name in inspect.signature(LlamaModel.forward).parameters
-    expected = list(generate_answers(tiny, [IDS[0].tolist()], 12, [0.0]))
+    expected = written(tiny)
     target = tiny_target()
     for kind, name in ((Older, "past_key_values"), (Newer, "cache")):
         target.model.model.__class__ = kind
         assert target.cache_name == name
-        assert list(generate_answers(target, [IDS[0].tolist()], 12, [0.0])) == expected
+        assert written(target) == expected
     target.model.model.__class__ = Without
     with pytest.raises(UserError, match="Without takes no key-value cache"):
         _ = target.cache_name

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from draftlayers.answers import generate_answers
 from draftlayers.chat import Chat
 from draftlayers.checkpoints import read_config
 from draftlayers.contexts import context_of
@@ -27,6 +26,7 @@ from draftlayers.project import Say, UserError, quiet
 from draftlayers.selection import default_rule
 from draftlayers.targets import Target, tiny_target
 from draftlayers.weights import absolute, fetch, find_weights
+from draftlayers.writing import Request, Writer
 
 ABILITIES = {
     "select": "choose layers (chapters 1 to 5)",
@@ -357,13 +357,10 @@ def _wrong_answers(target: Target) -> str | None:
     """Why its answers are not its own, or None: two of them, of prompts of different lengths."""
     prompts = [[(7 * i + 3) % target.vocab_size for i in range(n)] for n in (9, 4)]
     try:
-        batch = dict(
-            pair for batch in generate_answers(target, prompts, 5, [0.0, 0.0]) for pair in batch
-        )
         worst = 0.0
-        for number, answer in batch.items():
-            ids = torch.tensor([prompts[number] + answer], device=target.device)
-            logits = target.model(input_ids=ids, use_cache=False).logits[0].float()
+        for number, answer in Writer(target).write([Request(ids, 5) for ids in prompts]):
+            whole = torch.tensor([prompts[number] + answer], device=target.device)
+            logits = target.model(input_ids=whole, use_cache=False).logits[0].float()
             logits = logits[len(prompts[number]) - 1 : -1]
             chosen = logits.gather(1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
             short = (logits.max(-1).values - chosen) / logits.abs().max().clamp(min=1.0)

@@ -1,9 +1,10 @@
 """The engine: runs the target's passes for decoding, fast, with a cache that can forget.
 
-Used by chapter 07. An ``Engine`` takes some new tokens, shaped as a chain or as a tree, and gives
-the target's logits and the residual stream at chosen boundaries; afterwards it keeps the keys and
-values of the accepted tokens and drops the others. What to draft and what to accept is left to
-``decoding``; the ways to run a pass to ``passes``; how long things take to ``speed``.
+Used by chapter 07, and by ``writing`` for its passes. An ``Engine`` takes some new tokens, shaped
+as a chain or as a tree, and gives the target's logits and the residual stream at chosen boundaries;
+afterwards it keeps the keys and values of the accepted tokens and drops the others. What to draft
+and what to accept is left to ``decoding``; the ways to run a pass to ``passes``; how long things
+take to ``speed``.
 
 An engine takes the first way that gives the model's own logits, which it tries out before anything
 is decoded: the lean pass for decoders of Llama's shape on a CPU, then Hugging Face's code with
@@ -75,8 +76,8 @@ class Engine:
         the model was made for, or the length beyond which its rotary embedding changes.
     length
         Accepted tokens whose keys and values are in the cache.
-    way
-        How passes are run, in words.
+    passes
+        What runs them, and ``way`` says in words how.
     trees
         Whether drafts may fork.
 
@@ -102,7 +103,7 @@ class Engine:
                 f"{target.name}: {type(target.model).__name__} does not give the same logits with "
                 f"a cache as without ({error}), so it cannot be decoded here"
             )
-        self.way = self._pass.way
+        self.way = self.passes.way
         if self.limit < target.context_limit:
             self.way += f", up to {self.limit} tokens"
 
@@ -112,7 +113,7 @@ class Engine:
 
     @property
     def trees(self) -> bool:
-        return self._pass.trees
+        return self.passes.trees
 
     @contextmanager
     def session(
@@ -131,7 +132,7 @@ class Engine:
         """
         capacity += 2 * new  # passes of fixed size are filled up to the next power of two
         self.kv.start(capacity)
-        with torch.no_grad(), self._pass.session(boundaries):
+        with torch.no_grad(), self.passes.session(boundaries):
             yield
 
     def reserve(self, capacity: int, new: int = 1) -> None:
@@ -193,7 +194,7 @@ class Engine:
         visible = torch.zeros(n, columns, dtype=torch.bool, device=self.device)
         visible[:, :before] = True
         visible[:, before : before + n] = sees
-        return self._pass(tokens, before + depths, visible, self.kv, rows or n)
+        return self.passes(tokens, before + depths, visible, self.kv, rows or n)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Accept these tokens of the last pass (ascending indices); forget the others."""
@@ -221,8 +222,8 @@ class Engine:
         try:
             if not way.fits(self.target, self.packed):
                 return "it is built otherwise"
-            self._pass = way(self.target, self.packed)
-            self.kv = KVCache(fixed=self._pass.graphed)
+            self.passes = way(self.target, self.packed)
+            self.kv = KVCache(fixed=self.passes.graphed)
             with torch.no_grad():
                 worst = max(self._errors())
         except UserError:
@@ -259,12 +260,12 @@ class Engine:
         for path in paths:
             own = target.model(torch.cat((prefix, tokens[path]))[None], use_cache=False).logits[0]
             yield _share(found[path], own[n + 1 :])
-        if isinstance(self._pass, LlamaPass):
+        if isinstance(self.passes, LlamaPass):
             # Some models treat queries otherwise from some position on.
             places = torch.arange(self.limit - 4, self.limit)
             with self.session(4, new=4):
                 visible = torch.ones(4, 4, dtype=torch.bool).tril()
-                found = self._pass(tokens[:4], places, visible, self.kv, 4)[0]
+                found = self.passes(tokens[:4], places, visible, self.kv, 4)[0]
                 inputs = {"input_ids": tokens[None, :4], "position_ids": places[None]}
                 own = target.model(**inputs, use_cache=False).logits[0]
             yield _share(found, own)

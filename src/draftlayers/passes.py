@@ -1,10 +1,10 @@
 """Ways to run one pass of the target over new tokens, and the cache they read and fill.
 
-Used by chapter 07 through ``engine``, which chooses among them and checks what they give. All take
-the new tokens, their positions, and who may see whom, and give logits and the residual stream at
-the boundaries of the session. ``HuggingFacePass`` runs the model's own code with masks of ours, and
-as CUDA graphs where it can; ``ChainPass`` leaves the masks to the model; ``LlamaPass`` is a lean
-twin of one family for a CPU.
+Used by chapters 01 and 07 through ``engine``, which chooses among them and checks what they give.
+All take the new tokens, their positions, and who may see whom, and give logits and the residual
+stream at the boundaries of the session. ``HuggingFacePass`` runs the model's own code with masks of
+ours, and as CUDA graphs where it can; ``ChainPass`` leaves the masks to the model; ``LlamaPass`` is
+a lean twin of one family for a CPU, which also reads several sequences at once.
 """
 
 from __future__ import annotations
@@ -302,46 +302,72 @@ class LlamaPass:
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, kv: KVCache, rows: int
     ) -> tuple[Tensor, Tensor | None]:
-        n, groups, heads, dim = len(tokens), self.group, self.kv_heads, self.head_dim
-        half, mask = self.head_dim // 2, None
-        if n > 1:
+        seen = visible[None] if len(tokens) > 1 else None
+        states = self.run(tokens[None], positions[None], seen, kv)
+        logits = self.logits(states[-1][0, -rows:])
+        wanted = [states[b][0] for b in self.boundaries]
+        return logits, torch.cat(wanted, dim=-1) if wanted else None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits ``[..., V]`` in float32 of states ``[..., d]`` that leave the last layer."""
+        return self.unembed(_rms_norm(x, self.target.final_norm)).float()
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: Cache
+    ) -> list[Tensor]:
+        """Read new tokens of one sequence or of several.
+
+        Parameters
+        ----------
+        tokens, positions
+            int64 ``[B, n]``.
+        visible
+            bool ``[B, n, columns]``: what each token sees of the cache, itself included; None when
+            all see all.
+        cache
+            Takes the keys and values of a layer and gives those of all columns.
+
+        Returns
+        -------
+        list of Tensor
+            The residual stream ``[B, n, d]`` at every boundary.
+        """
+        (size, n), groups, heads = tokens.shape, self.group, self.kv_heads
+        dim, half, mask = self.head_dim, self.head_dim // 2, None
+        if visible is not None:
             mask = torch.zeros(visible.shape, dtype=self.target.dtype)
-            mask.masked_fill_(~visible, float("-inf"))
-            mask = mask.repeat(groups, 1)
-        states = {}
+            mask = mask.masked_fill_(~visible, float("-inf")).repeat(1, groups, 1)[:, None]
         x = self.target.embed_tokens(tokens)
         rotary_embedding: Any = self.target.decoder.rotary_emb
-        cos, sin = (t[0, :, None] for t in rotary_embedding(x, positions[None]))
+        cos, sin = (t[:, :, None] for t in rotary_embedding(x, positions))
         # The minus of "rotate half" goes into the table once, not into every layer.
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        states = [x]
         for b, (layer, qkv, output, gate_up, down) in enumerate(self.layers):
-            states[b] = x
             attention = layer.self_attn
-            mixed = qkv(_rms_norm(x, layer.input_layernorm)).view(n, -1, dim)
-            queries, keys, values = mixed.split((groups * heads, heads, heads), dim=1)
+            mixed = qkv(_rms_norm(x, layer.input_layernorm)).view(size, n, -1, dim)
+            queries, keys, values = mixed.split((groups * heads, heads, heads), dim=2)
             if hasattr(attention, "q_norm"):
                 queries = _rms_norm(queries, attention.q_norm)
                 keys = _rms_norm(keys, attention.k_norm)
-                turned = torch.cat((queries, keys), dim=1)
+                turned = torch.cat((queries, keys), dim=2)
             else:
-                turned = mixed[:, : (groups + 1) * heads]
+                turned = mixed[:, :, : (groups + 1) * heads]
             swapped = torch.cat((turned[..., half:], turned[..., :half]), dim=-1)
-            queries, keys = (turned * cos + swapped * sin).split((groups * heads, heads), dim=1)
-            keys, values = kv.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], b)
-            # [n, heads * groups, dim] -> [heads, groups * n, dim]: the group's queries are rows.
-            queries = queries.view(n, heads, groups, dim).permute(1, 2, 0, 3)
-            queries = queries.reshape(1, heads, groups * n, dim)
+            queries, keys = (turned * cos + swapped * sin).split((groups * heads, heads), dim=2)
+            keys, values = cache.update(keys.transpose(1, 2), values.transpose(1, 2), b)
+            # [B, n, heads * groups, dim] -> [B, heads, groups * n, dim]: a group is more rows.
+            queries = queries.view(size, n, heads, groups, dim).permute(0, 2, 3, 1, 4)
+            queries = queries.reshape(size, heads, groups * n, dim)
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, scale=attention.scaling
             )
-            attended = attended.view(heads, groups, n, dim).permute(2, 0, 1, 3)
-            x = x + output(attended.reshape(n, -1))
+            attended = attended.view(size, heads, groups, n, dim).permute(0, 3, 1, 2, 4)
+            x = x + output(attended.reshape(size, n, -1))
             gate, up = gate_up(_rms_norm(x, layer.post_attention_layernorm)).chunk(2, dim=-1)
             x = x + down(layer.mlp.act_fn(gate) * up)
-        states[len(self.layers)] = x
-        logits = self.unembed(_rms_norm(x[-rows:], self.target.final_norm)).float()
-        wanted = [states[b] for b in self.boundaries]
-        return logits, torch.cat(wanted, dim=-1) if wanted else None
+            states.append(x)
+        return states
 
 
 def windows(target: Target) -> dict[str, int | None]:

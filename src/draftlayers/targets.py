@@ -13,6 +13,7 @@ is the embedding output, b = N what leaves the last layer *before* the final nor
 
 from __future__ import annotations
 
+import copy
 import datetime
 import hashlib
 import inspect
@@ -159,6 +160,11 @@ class Target:
             f"{self.name}: {type(self.decoder).__name__} takes no key-value cache by a known name, "
             "so it cannot write answers or decode here"
         )
+
+    def in_precision(self, dtype: torch.dtype) -> Target:
+        """A copy of this target that computes in another precision."""
+        model = copy.deepcopy(self.model).to(dtype)
+        return Target(self.name, model, self.tokenizer, self.licence, self.digest, self.day)
 
     def render(self, turns: Sequence[str]) -> list[int]:
         """Token ids of a prompt up to where the answer begins.
