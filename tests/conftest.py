@@ -19,7 +19,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gp
 
 
 # Files that take longest, so that they start first and no worker ends up alone with one of them.
-LONGEST = ("test_chapters", "test_jobs", "test_faults", "test_families")
+LONGEST = ("test_chapters", "test_jobs", "test_families", "test_faults", "test_processes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

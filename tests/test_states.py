@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from safetensors.torch import load
 from scipy.stats import entropy as scipy_entropy
 
 from draftlayers import states
-from draftlayers.project import PROJECT, UserError
+from draftlayers.project import UserError
 from draftlayers.prompts import Conversation
 from draftlayers.states import collect, duplicates
 from draftlayers.store import StateStore, new_shard
@@ -134,37 +130,6 @@ def test_further_boundaries_are_added_to_what_is_there(tiny, tmp_path):
     assert store.boundaries == (2, 6)
     assert all(path.stat().st_mtime_ns == then for path, then in files.items())
     assert torch.equal(store.load(6), collect(tiny, CONVERSATIONS, [6], tmp_path / "x").load(6))
-
-
-TWO_PROCESSES = """
-import sys
-from pathlib import Path
-from draftlayers import states
-from draftlayers.targets import tiny_target
-from draftlayers.prompts import Conversation
-CONVERSATIONS = eval(sys.argv[2])
-states.SHARD, states.BATCH = 2, 16
-said = []
-store = states.collect(tiny_target(), CONVERSATIONS, [3], Path(sys.argv[1]), say=said.append)
-assert store.n == sum(len(c.tokens) for c in CONVERSATIONS)
-assert 0 < len(said) < len(states._shards(CONVERSATIONS))  # each made some, neither all
-"""
-
-
-def test_processes_share_the_shards(tiny, tmp_path, monkeypatch):
-    """Two ranks write different shards, wait for each other, and both read the whole."""
-    script = tmp_path / "collect.py"
-    script.write_text(TWO_PROCESSES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path), repr(CONVERSATIONS)], capture_output=True,
-        text=True, timeout=300, cwd=PROJECT, env={**os.environ},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    monkeypatch.setattr(states, "SHARD", 2)
-    together = collect(tiny, CONVERSATIONS, [3], tmp_path)
-    alone = collect(tiny, CONVERSATIONS, [3], tmp_path / "alone")
-    assert torch.equal(together.load(3), alone.load(3))
 
 
 def test_a_different_corpus_is_a_different_store(tiny, tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -340,35 +338,3 @@ def test_training_stops_when_the_loss_is_not_finite(target, data, tmp_path, monk
 def test_missing_boundary_is_named(target, data, tmp_path):
     with pytest.raises(UserError, match=r"no states were collected at boundaries \[3\]"):
         train_head(data, (2, 3, 5), target, settings(), 0, tmp_path)
-
-
-TWO_PROCESSES = """
-import sys, torch
-from pathlib import Path
-from draftlayers import ttt
-from draftlayers.examples import TrainingData
-from draftlayers.store import StateStore
-from draftlayers.targets import tiny_target
-from draftlayers.training import TrainingSettings, train_head
-ttt.multiplies_bfloat16 = lambda: False  # AdamW magnifies its rounding
-store = StateStore(Path(sys.argv[1]))
-data = TrainingData.split(store, validation=3, draft_vocab=60)
-settings = TrainingSettings(epochs=1.0, batch_tokens=30, learning_rate=2e-3, ttt_steps=3)
-train_head(data, (2, 4, 5), tiny_target(), settings, 0, Path(sys.argv[2]))
-"""
-
-
-def test_two_processes_train_the_same_head(target, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(ttt, "multiplies_bfloat16", lambda: False)
-    script = tmp_path / "train.py"
-    script.write_text(TWO_PROCESSES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(script), str(data.store.folder), str(tmp_path / "two")],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    train_head(data, LAYERS, target, settings(epochs=1.0), 0, tmp_path / "one")
-    one, two = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "two"))
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
