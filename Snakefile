@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from draftlayers.jobs import DRAFT_HEAD, end_with_parent
-from draftlayers.spec import CHAPTERS, Run
+from draftlayers.runs import Run
+from draftlayers.spec import CHAPTERS
 from draftlayers.training import planned_heads
 
 RUN = Run.stored(Path(os.getcwd()).resolve())

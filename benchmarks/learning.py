@@ -46,7 +46,8 @@ from draftlayers.engine import Engine
 from draftlayers.examples import TrainingData, answer_rows
 from draftlayers.head import DraftHead
 from draftlayers.prompts import Prompt, read_prompts
-from draftlayers.spec import Run, RunSpec
+from draftlayers.runs import Run
+from draftlayers.spec import RunSpec
 from draftlayers.speed import engine_methods, interval, summarise, time_methods
 from draftlayers.targets import Target, open_target
 from draftlayers.training import (

@@ -53,7 +53,8 @@ from draftlayers.current import read_record, write_record
 from draftlayers.examples import TOP, TrainingData
 from draftlayers.project import code_state, write_atomically
 from draftlayers.prompts import Conversation
-from draftlayers.spec import Run, RunSpec
+from draftlayers.runs import Run
+from draftlayers.spec import RunSpec
 from draftlayers.states import SHARD, collect
 from draftlayers.store import INDEX, StateStore, shard_name
 from draftlayers.targets import tiny_target

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from draftlayers import current
-from draftlayers.spec import Run, RunSpec
+from draftlayers.runs import Run
+from draftlayers.spec import RunSpec
 from draftlayers.targets import Target, tiny_target
 
 # One model of each way that architectures differ where it matters here: plain, biased, norms

@@ -21,7 +21,8 @@ from draftlayers.booksite.scan import scan_site
 from draftlayers.booksite.stage import BookError, build_site, documents, merge_notebook
 from draftlayers.current import changed
 from draftlayers.project import PROJECT
-from draftlayers.spec import CHAPTERS, Run, RunSpec
+from draftlayers.runs import Run
+from draftlayers.spec import CHAPTERS, RunSpec
 
 CHAPTER = "05-selection"
 PIXEL = base64.b64encode(

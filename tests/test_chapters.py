@@ -27,7 +27,8 @@ from draftlayers.current import read_record
 from draftlayers.figures.drawing import redraw_stale
 from draftlayers.jobs import run_chapters
 from draftlayers.project import PROJECT, UserError
-from draftlayers.spec import CHAPTERS, PROFILES, Run, RunSpec
+from draftlayers.runs import Run
+from draftlayers.spec import CHAPTERS, PROFILES, RunSpec
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ def test_every_command_explains_itself(name):
         (["run", "--model", "smol"], "unknown model 'smol'"),
         (["run", "--model", "tiny", "-p", "kk=3"], "unknown parameter 'kk'"),
         (["run", "--model", "tiny", "-p", "k=x"], "integer"),
+        (["run", "--model", "tiny", "-p", "prompts=nowhere.jsonl"], "there is no prompt file"),
         (["run", "--model", "tiny", "--profile", "huge"], "huge"),
         (["run", "--model", "tiny", "--upto", "09"], "unknown chapter '09'"),
         (["run", "--model", "tiny", "-p", "k=8"], "k = 8"),

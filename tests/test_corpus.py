@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from draftlayers import corpus
 from draftlayers.answers import Answer, prompt_number, save_answers
 from draftlayers.corpus import heldout_prompts, load_corpus
 from draftlayers.project import UserError
-from draftlayers.prompts import TRAIN, read_prompts
-from draftlayers.spec import Run, RunSpec
+from draftlayers.prompts import HELDOUT, TRAIN, read_prompts
+from draftlayers.runs import Run
+from draftlayers.spec import RunSpec
 
 
 def test_the_corpus_of_a_run_has_three_separate_parts(tiny, run):
@@ -79,3 +82,21 @@ def test_answers_of_another_target_do_not_count(tiny, tmp_path, shipped):
 def test_too_few_conversations_are_refused(tiny, tmp_path):
     with pytest.raises(UserError, match="raise max_prompt_tokens"):
         load_corpus(tiny, made(tmp_path, max_prompt_tokens=8))
+
+
+def test_own_prompts_take_the_place_of_ours(tiny, tmp_path, shipped):
+    """Though their ids are those of shipped answers; what is held out stays out."""
+    heldout = read_prompts(HELDOUT)[3].turns[0]
+    texts = [heldout, *(f"What is {i} plus {i}?" for i in range(12))]
+    ids = [p.id for p in read_prompts(TRAIN)]
+    rows = [{"id": ids[i], "kind": "sum", "turns": [text]} for i, text in enumerate(texts)]
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    said: list[str] = []
+    run = made(tmp_path, prompts=str(path))
+    found = load_corpus(tiny, run, said.append)
+    assert [c.id for c in [*found.train, *found.validation]] == ids[1:13]
+    assert "1 of your prompts" in said[0] and str(path) in run.reading.files
+    path.write_text(json.dumps(rows[0]))
+    with pytest.raises(UserError, match="is one that is held out"):
+        load_corpus(tiny, made(tmp_path, prompts=str(path)))

@@ -13,8 +13,9 @@ import torch
 from draftlayers import criterion, filtering
 from draftlayers.cka import cka
 from draftlayers.layer_entropy import DEFINITIONS, EntropySamples
+from draftlayers.runs import Run
 from draftlayers.selection import default_rule
-from draftlayers.spec import FEWEST_ROWS, Run, RunSpec
+from draftlayers.spec import FEWEST_ROWS, RunSpec
 from draftlayers.store import StateStore
 from draftlayers.targets import Target
 

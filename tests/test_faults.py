@@ -21,7 +21,8 @@ from draftlayers.chapters import NOTEBOOKS, chapter_code, stale, up_to_date
 from draftlayers.current import write_record
 from draftlayers.project import FULL, PROJECT, UserError, write_atomically
 from draftlayers.prompts import TRAIN, Conversation, read_prompts
-from draftlayers.spec import CHAPTERS, Run, RunSpec
+from draftlayers.runs import Run
+from draftlayers.spec import CHAPTERS, RunSpec
 from draftlayers.states import collect
 from draftlayers.store import INDEX, StateStore
 from draftlayers.training import train_head

@@ -15,7 +15,8 @@ import pytest
 from draftlayers import chapters
 from draftlayers.chapters import stale
 from draftlayers.project import UserError
-from draftlayers.spec import Run, RunSpec
+from draftlayers.runs import Run
+from draftlayers.spec import RunSpec
 
 FIRST = ["--model", "tiny", "--profile", "smoke", "--upto", "01", "--cores", "1"]
 

@@ -24,7 +24,8 @@ from transformers import (
 from draftlayers.chat import SYSTEM
 from draftlayers.contexts import NO_LIMIT
 from draftlayers.project import UserError
-from draftlayers.spec import Run, RunSpec
+from draftlayers.runs import Run
+from draftlayers.spec import RunSpec
 from draftlayers.targets import Target, load_target, open_target, tiny_target
 from draftlayers.writing import Request, Writer
 

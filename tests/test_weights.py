@@ -19,7 +19,8 @@ import torch
 from draftlayers import weights
 from draftlayers.capabilities import check
 from draftlayers.project import UserError
-from draftlayers.spec import RunSpec, run_folder
+from draftlayers.runs import run_folder
+from draftlayers.spec import RunSpec
 from draftlayers.targets import load_target, tiny_target
 from draftlayers.weights import absolute, check_name, contents, fetch, find_weights
 

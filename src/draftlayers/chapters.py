@@ -41,7 +41,8 @@ from draftlayers.project import (
     versions,
     write_atomically,
 )
-from draftlayers.spec import CHAPTERS, HOLDER, Run, RunSpec
+from draftlayers.runs import HOLDER, Run
+from draftlayers.spec import CHAPTERS, RunSpec
 from draftlayers.weights import find_weights
 
 NOTEBOOKS = PROJECT / "notebooks"

@@ -25,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draftlayers.project import PROJECT, UserError
-from draftlayers.spec import CHAPTERS, Profile, Run, RunSpec
+from draftlayers.runs import Run
+from draftlayers.spec import CHAPTERS, Profile, RunSpec
 from draftlayers.weights import TINY, known_models
 
 app = typer.Typer(
@@ -84,8 +85,11 @@ def _open(model: str, profile: str, parameters: list[str], runs: Path | None) ->
 def _check(run: Run, *abilities: str) -> None:
     """Refuse, before work starts, a target that cannot do what the run's chapters need."""
     from draftlayers.capabilities import check
+    from draftlayers.prompts import read_prompts
     from draftlayers.selection import check_candidates
 
+    if own := run.parameter("prompts"):
+        read_prompts(own)
     model = run.parameter("model")
     with say_to.status(f"looking at {model}"):
         target = check(model, run.parameter("trust_remote_code"), say_to.print)

@@ -7,6 +7,7 @@ It puts together what ``prompts`` reads and ``answers`` writes, and knows nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from draftlayers.answers import (
     Answer,
@@ -25,7 +26,7 @@ from draftlayers.prompts import (
     balanced,
     read_prompts,
 )
-from draftlayers.spec import Run
+from draftlayers.runs import Run
 from draftlayers.targets import Target
 
 
@@ -35,7 +36,8 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
     Of a target with shipped answers the prompts that were answered count, and only answers that
     were cut short of ``answer_tokens``, or that no longer belong to their prompt, are written
     again. Any other target writes all answers itself. At most ``generated_conversations`` are
-    written, into the run's ``corpus`` folder.
+    written, into the run's ``corpus`` folder. So are those to a user's own prompts, of which the
+    ones that are held out for decoding are left out.
 
     Raises
     ------
@@ -43,11 +45,14 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
         When fewer conversations remain than training needs.
     """
     spec = run.spec
-    prompts = read_prompts(run.uses(TRAIN))
+    prompts = training_prompts(run, say)
     wanted = spec.train_conversations + spec.validation_conversations
     validation = spec.validation_conversations
     causes = {"target": target.digest}
-    shipped = {a.id: a for a in load_answers(run.uses(shipped_answers(target)), causes, say)}
+    shipped: dict[str, Answer] = {}
+    if spec.prompts is None:
+        path = run.uses(shipped_answers(target))
+        shipped = {answer.id: answer for answer in load_answers(path, causes, say)}
     if shipped:
         lengths = {p.id: len(target.render(p.turns)) for p in prompts if p.id in shipped}
         fitting = [
@@ -92,6 +97,29 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
             "validation; raise max_prompt_tokens or generated_conversations"
         )
     return Corpus(found[:-validation], found[-validation:])
+
+
+def training_prompts(run: Run, say: Say = quiet) -> list[Prompt]:
+    """The prompts that heads may learn from: the user's own, or those of ``data/prompts``.
+
+    Raises
+    ------
+    UserError
+        When the user's file cannot be read, or holds held-out prompts only.
+    """
+    if run.spec.prompts is None:
+        return read_prompts(run.uses(TRAIN))
+    own = read_prompts(run.uses(Path(run.spec.prompts)))
+    heldout = {prompt.turns[0].strip() for prompt in read_prompts(run.uses(HELDOUT))}
+    apart = [prompt for prompt in own if prompt.turns[0].strip() not in heldout]
+    if len(apart) < len(own):
+        say(f"{len(own) - len(apart)} of your prompts are held out for decoding and left out")
+    if not apart:
+        raise UserError(
+            f"every prompt in {run.spec.prompts} is one that is held out for decoding, so heads "
+            "would learn from what they are measured on; add others"
+        )
+    return apart
 
 
 def heldout_prompts(target: Target, run: Run) -> list[Prompt]:

@@ -30,8 +30,9 @@ from draftlayers.layer_entropy import (
     sample_grams,
 )
 from draftlayers.project import Say, UserError, quiet
+from draftlayers.runs import Run
 from draftlayers.selection import Aggregate, Rank, Selection
-from draftlayers.spec import FEWEST_ROWS, Run
+from draftlayers.spec import FEWEST_ROWS
 from draftlayers.stability import Stability
 from draftlayers.states import collect
 from draftlayers.store import StateStore

@@ -34,7 +34,8 @@ from draftlayers.project import (
     tells_of_no_room,
     write_atomically,
 )
-from draftlayers.spec import CHAPTERS, HOLDER, Run
+from draftlayers.runs import HOLDER, Run
+from draftlayers.spec import CHAPTERS
 
 DRAFT_HEAD = "06-draft-head"
 MARKS = ".jobs"  # in a run's folder: what Snakemake orders jobs by, made anew by each command

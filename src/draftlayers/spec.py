@@ -1,10 +1,8 @@
-"""What a run is: one typed description, and the folder that holds everything it makes.
+"""What a run is: one typed description, unchanged from the command line to the notebooks.
 
-Used by every chapter. A ``RunSpec`` travels unchanged from the command line to the notebooks;
-a ``Run`` is that description together with its folder ``runs/<model>/<profile>/``. Opening a run
-reads and changes nothing; whoever writes holds the folder first (``Run.hold``). A run also notes
-what is read through it, which is how ``chapters`` knows later whether its results are current.
-Nothing here knows what a chapter computes.
+Used by every chapter. ``RunSpec`` has every parameter, and ``PROFILES`` what the profiles make of
+them. Where a run keeps what it makes is left to ``runs``; nothing here knows what a chapter
+computes.
 """
 
 from __future__ import annotations
@@ -12,29 +10,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import difflib
-import json
-import math
-import os
 import reprlib
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.functional_validators import AfterValidator
 
-from draftlayers.current import Reading, digest, file_digest, read_record, sizes, timeless
-from draftlayers.project import (
-    PROJECT,
-    UserError,
-    code_state,
-    versions,
-    write_atomically,
-)
-from draftlayers.weights import absolute, find_weights
+from draftlayers.project import UserError
+from draftlayers.weights import absolute
 
 CHAPTERS = (
     "01-hidden-states",
@@ -58,6 +43,11 @@ def _date(text: str) -> str:
     raise ValueError("should be a date of the calendar as yyyy-mm-dd")
 
 
+def _file(text: str) -> str:
+    """A path is meant from where it is typed; chapters run elsewhere."""
+    return str(Path(text).expanduser().absolute())
+
+
 class RunSpec(BaseModel):
     """The typed description of a run; every field is a parameter of ``draftlayers run -p``.
 
@@ -75,6 +65,9 @@ class RunSpec(BaseModel):
     )
     trust_remote_code: bool = Field(False, description="run model code that comes from the hub")
 
+    prompts: Annotated[str, AfterValidator(_file)] | None = Field(
+        None, min_length=1, description="file of your own training prompts; null = those of data/"
+    )
     train_conversations: Count = Field(ge=2, description="conversations the heads learn from")
     validation_conversations: Count = Field(ge=1, description="conversations that pick the epoch")
     generated_conversations: Count = Field(
@@ -193,21 +186,6 @@ class RunSpec(BaseModel):
         return {name: value for name, value in values.items() if value != plain[name]}
 
 
-class _NotedSpec(RunSpec):
-    """A spec that notes which of its parameters are read."""
-
-    _reading: Reading = PrivateAttr()
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name in _PARAMETERS:
-            self._reading.parameters[name] = value
-        return value
-
-
-_PARAMETERS = frozenset(RunSpec.model_fields)
-
-
 # What "smoke", "quick" and "full" mean. "quick" is sized for 15 minutes on two CPU cores.
 _SIZES: dict[str, tuple[float, float, float]] = {
     "train_conversations": (24, 240, 3200),
@@ -260,241 +238,3 @@ def _shown(value: Any) -> str:
         return " ".join(short.repr(value).split())
     except ValueError:  # Python writes no number of more than some thousand digits
         return "a number of thousands of digits"
-
-
-def _plain(value: Any, where: str) -> Any:
-    """Turn a result into plain JSON values; refuse what JSON cannot hold."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist(), where)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"result {where} is {value}; write null where a number does not exist")
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    raise TypeError(f"result {where} is a {type(value).__name__}, which JSON cannot hold")
-
-
-def run_folder(spec: RunSpec, root: Path | None = None) -> Path:
-    """Where a run lives, whether it exists or not; see ``Run``."""
-    root = root or Path(os.environ.get("DRAFTLAYERS_RUNS") or PROJECT / "runs")
-    values = spec.model_dump()
-    weights = find_weights(values["model"])
-    return root.expanduser().resolve() / weights.folder_name / str(values["profile"])
-
-
-HOLDER = "DRAFTLAYERS_HOLDS"  # set for the processes of a command that holds a run's folder
-
-
-class Run:
-    """A spec and its folder ``<root>/<model>/<profile>/``. Opening one changes nothing on disk.
-
-    Parameters
-    ----------
-    spec
-        What to run.
-    root
-        Folder of all runs; default the environment variable ``DRAFTLAYERS_RUNS``, else
-        ``runs/`` in the project.
-
-    Attributes
-    ----------
-    spec
-        The parameters; which of them are read is noted in ``reading``.
-    folder
-        Where everything of the run lies.
-    reading
-        What was read and made through this object so far.
-
-    Raises
-    ------
-    UserError
-        When there is no such model, or its files cannot be read.
-    """
-
-    def __init__(self, spec: RunSpec, root: Path | None = None):
-        self.reading = Reading()
-        noted = _NotedSpec.model_construct(**spec.model_dump())
-        noted._reading = self.reading
-        self.spec: RunSpec = noted
-        self.folder = run_folder(spec, root)
-        self._held = False
-        self._opened = time.monotonic()
-        self._first_day = datetime.date.today().isoformat()
-
-    @classmethod
-    def stored(cls, folder: Path) -> Run:
-        """The run that a command has begun in a folder.
-
-        Raises
-        ------
-        UserError
-            When none has.
-        """
-        values = read_record(folder / "spec.json")
-        if values is None:
-            raise UserError(f"no run was begun in {folder}")
-        return cls(RunSpec.checked(values), root=folder.parents[1])
-
-    def parameter(self, name: str) -> Any:
-        """Value of a parameter, without noting that it was read."""
-        return self._day() if name == "day" else self.spec.model_dump()[name]
-
-    @property
-    def day(self) -> str:
-        """The date that a chat template prints, as yyyy-mm-dd: one for the whole run."""
-        day = self.reading.parameters["day"] = self._day()
-        return day
-
-    def _day(self) -> str:
-        asked = self.spec.model_dump()["day"]
-        begun = read_record(self.folder / "spec.json") or {}
-        return asked or begun.get("day") or self._first_day
-
-    # --- Writing -----------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Be the only one that writes in the run's folder; the processes below may write, too.
-
-        Raises
-        ------
-        UserError
-            When another command holds it, or the folder cannot be written.
-        """
-        if self._held or os.environ.get(HOLDER) == str(self.folder):
-            yield
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                pass
-        except OSError as err:
-            raise UserError(
-                f"the run folder {self.folder} cannot be written ({err.strerror or err}); "
-                "choose another one with --runs or the variable DRAFTLAYERS_RUNS"
-            ) from None
-        lock = FileLock(self.folder / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise UserError(
-                f"another process is working in {self.folder}; wait for it, or stop it. "
-                "Nothing was changed"
-            ) from None
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-            lock.release()
-
-    def begin(self) -> None:
-        """Write the parameters where the processes of this run read them. Hold the run first."""
-        values = {**self.spec.model_dump(), "day": self._day()}
-        text = json.dumps(values, indent=1) + "\n"
-        write_atomically(self.folder / "spec.json", text.encode())
-
-    def say(self, text: str) -> None:
-        """Report progress: to the terminal that runs the chapters, else to standard output.
-
-        Executed by papermill, a chapter's own output becomes part of the book, so progress takes
-        another way: lines in the file that ``DRAFTLAYERS_PROGRESS`` names.
-        """
-        if to := os.environ.get("DRAFTLAYERS_PROGRESS"):
-            with open(to, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
-        else:
-            print(text, flush=True)
-
-    def path(self, *parts: str) -> Path:
-        """A path inside the run folder."""
-        return self.folder.joinpath(*parts)
-
-    def uses(self, path: Path) -> Path:
-        """Note an input file of the project or the user, and return its path."""
-        self.reading.files[_portable(path)] = file_digest(path) if path.exists() else "absent"
-        return path
-
-    def made(self, path: Path) -> Path:
-        """Note a file or folder of the run that later work relies on, and return its path."""
-        if path.is_dir():
-            self.reading.made |= sizes(path, self.folder)
-        else:
-            name = path.relative_to(self.folder).as_posix()
-            self.reading.made[name] = path.stat().st_size
-        return path
-
-    # --- Results -----------------------------------------------------------------------------
-
-    def results(self, chapter: str) -> dict[str, Any]:
-        """The numbers a chapter wrote.
-
-        Raises
-        ------
-        UserError
-            When the chapter has not been run.
-        """
-        self.reading.results[chapter] = self.results_digest(chapter)
-        return self._results(chapter)
-
-    def _results(self, chapter: str) -> dict[str, Any]:
-        found = read_record(self.path("results", f"{chapter}.json"))
-        if found is None:
-            model, profile = self.parameter("model"), self.parameter("profile")
-            raise UserError(
-                f"chapter {chapter} has no results in {self.folder} yet; run it first, for example "
-                f"with: draftlayers run --model {model} --profile {profile}"
-            )
-        return found
-
-    def results_digest(self, chapter: str) -> str:
-        """Digest of the numbers and tensors a chapter wrote, whenever and wherever it did."""
-        found = read_record(self.path("results", f"{chapter}.json")) or {}
-        arrays = self.path("results", f"{chapter}.safetensors")
-        tensors = file_digest(arrays) if arrays.exists() else ""
-        return digest(timeless(found), tensors)
-
-    def write_results(self, chapter: str, results: Mapping[str, Any]) -> None:
-        """Write a chapter's numbers as ``results/<chapter>.json``, with where they come from."""
-        from draftlayers.device import device_name  # needs torch, which opening a run does not
-
-        record = {
-            **_plain(results, chapter),
-            "_run": {
-                "model": self.parameter("model"),
-                "profile": self.parameter("profile"),
-                "device": device_name(),
-                "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-                "versions": versions(),
-                **code_state(),
-                "seconds": round(time.monotonic() - self._opened, 1),
-                "reading": vars(self.reading),
-            },
-        }
-        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        with self.hold():
-            write_atomically(self.path("results", f"{chapter}.json"), text.encode())
-
-    def arrays(self, chapter: str) -> dict[str, Any]:
-        """The tensors a chapter wrote with ``write_arrays``."""
-        from safetensors.torch import load_file
-
-        self.reading.results[chapter] = self.results_digest(chapter)
-        return load_file(self.path("results", f"{chapter}.safetensors"))
-
-    def write_arrays(self, chapter: str, arrays: Mapping[str, Any]) -> None:
-        """Write a chapter's tensors as ``results/<chapter>.safetensors``."""
-        from safetensors.torch import save
-
-        tensors = {name: array.contiguous() for name, array in arrays.items()}
-        with self.hold():
-            write_atomically(self.path("results", f"{chapter}.safetensors"), save(tensors))
-
-
-def _portable(path: Path) -> str:
-    """A path as records name it: inside the project without the project's own place."""
-    path = path.resolve()
-    return path.relative_to(PROJECT).as_posix() if path.is_relative_to(PROJECT) else str(path)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftlayers.current import read_record
 from draftlayers.project import UserError
-from draftlayers.spec import Run
+from draftlayers.runs import Run
 
 STORED = torch.bfloat16  # float32's range, so that massive activations survive
 INDEX = "index.json"  # written last: it seals a store

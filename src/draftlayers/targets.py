@@ -29,7 +29,7 @@ from draftlayers.checkpoints import load_checkpoint
 from draftlayers.contexts import context_of
 from draftlayers.current import digest
 from draftlayers.project import DATA, Say, UserError, quiet
-from draftlayers.spec import Run
+from draftlayers.runs import Run
 from draftlayers.weights import TINY, absolute, fetch, find_weights, known_models
 
 # How models scale and cap what their output matrix gives: setting, and what is done with it.

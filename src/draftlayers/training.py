@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,13 @@ from draftlayers.device import join_processes
 from draftlayers.examples import TOP, Examples, TrainingData
 from draftlayers.head import DraftHead, HeadConfig
 from draftlayers.project import Say, UserError, quiet, write_atomically
-from draftlayers.spec import Run, RunSpec
+from draftlayers.prompts import Corpus
+from draftlayers.runs import Run
+from draftlayers.spec import RunSpec
 from draftlayers.start import fit_start, start_at_random, start_from_target
 from draftlayers.states import collect
 from draftlayers.targets import Target
 from draftlayers.ttt import STEP_WEIGHT, autocast, precision, ttt_loss, validate
-
-if TYPE_CHECKING:
-    from draftlayers.prompts import Corpus
 
 CHECKPOINT_SECONDS = 60.0
 FIT_ROWS = 50_000  # positions that the linear start is fitted on, at most

@@ -28,7 +28,7 @@ from draftlayers.chapters import stale
 from draftlayers.current import changed, code_digest, read_record, write_record
 from draftlayers.figures.drawing import figure_of
 from draftlayers.project import PROJECT, UserError
-from draftlayers.spec import Run
+from draftlayers.runs import Run
 
 # Cells that papermill adds to an executed notebook and that no source notebook has.
 _ADDED = {"injected-parameters", "papermill-error-cell-tag"}

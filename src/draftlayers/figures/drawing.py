@@ -20,7 +20,8 @@ from typing import Any
 from draftlayers import current
 from draftlayers.figures.calls import MODULES, PACKAGE, Call, LostCall
 from draftlayers.project import UserError, write_atomically
-from draftlayers.spec import CHAPTERS, Run
+from draftlayers.runs import Run
+from draftlayers.spec import CHAPTERS
 
 NAME = re.compile(r"[0-9a-z]+(-[0-9a-z]+)*")
 
