@@ -20,7 +20,7 @@ def plain(result):
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", result.output).split())
 
 
-@pytest.mark.parametrize("name", ["models", "select", "run", "book", "bench"])
+@pytest.mark.parametrize("name", ["models", "answer", "select", "run", "book", "bench"])
 def test_every_command_explains_itself(name):
     result = invoke(name, "--help")
     assert result.exit_code == 0 and "Usage" in result.output

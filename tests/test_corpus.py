@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from draftlayers import corpus
+from draftlayers import asking, corpus
 from draftlayers.answers import Answer, prompt_number, save_answers
-from draftlayers.corpus import heldout_prompts, load_corpus
+from draftlayers.corpus import enlarge, heldout_prompts, load_corpus
 from draftlayers.project import UserError
 from draftlayers.prompts import HELDOUT, TRAIN, read_prompts
 from draftlayers.runs import Run
 from draftlayers.spec import RunSpec
+from draftlayers.targets import tiny_target
 
 
 def test_the_corpus_of_a_run_has_three_separate_parts(tiny, run):
@@ -100,3 +101,24 @@ def test_own_prompts_take_the_place_of_ours(tiny, tmp_path, shipped):
     path.write_text(json.dumps(rows[0]))
     with pytest.raises(UserError, match="is one that is held out"):
         load_corpus(tiny, made(tmp_path, prompts=str(path)))
+
+
+def test_a_target_that_asks_itself_learns_from_that_first(tiny, tmp_path, shipped, monkeypatch):
+    monkeypatch.setattr(asking, "ROUND", 6)
+    monkeypatch.setattr(corpus, "ROUND", 6)
+    monkeypatch.setattr(asking, "_text", lambda target, words, ids: f"{words} {ids}")
+    monkeypatch.setattr(asking, "LIMIT", 8)
+    run = made(tmp_path)
+    asked, answers = enlarge(tiny, run, 150)
+    assert sum(len(a.tokens) for a in answers) >= 150 and asked.rounds > 1
+    assert {a.id for a in answers} <= {p.id for p in asked.prompts}
+    found = load_corpus(tiny, run)
+    ids = [c.id for c in [*found.train, *found.validation]]
+    told = {a.id for a in answers if len(a.tokens) > 1}
+    assert ids[: len(told)] == [p.id for p in asked.prompts if p.id in told]
+    assert all(c.id.startswith("train-") for c in found.validation)
+    said: list[str] = []
+    assert enlarge(tiny, run, 100, say=said.append) == (asked, answers) and not said
+    # Another target's questions do not count.
+    other = tiny_target(seed=1)
+    assert not any(c.id.startswith("asked") for c in load_corpus(other, run).train)

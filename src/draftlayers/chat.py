@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from draftlayers.project import UserError
@@ -20,6 +20,8 @@ PLAIN_FORMAT = "Question:\n{turn}\n\nAnswer:\n"
 SYSTEM = "You are a helpful assistant."
 
 _CLOCK = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<form>[^'\"]*)(?P=quote)\s*\)")
+# Where a question ends in the plain format.
+_PLAIN_END = PLAIN_FORMAT.partition("{turn}")[2].rstrip()
 _QUESTION, _ANSWER = "a question", "an answer"  # to see what a template makes of them
 
 
@@ -59,6 +61,34 @@ class Chat:
         written = self._write(turn, add_generation_prompt=True, return_dict=True)
         ids = list(written["input_ids"])
         return ids if set(begin) & set(ids) else begin + ids
+
+    def beginning(self, words: str = "") -> list[int]:
+        """Token ids of a prompt up to where the user begins to speak, and of first words of the
+        user's.
+
+        Raises
+        ------
+        UserError
+            When the chat template cannot write a user's message.
+        """
+        begin = self.added[0]
+        if not self.has_template:
+            return begin + self._ids(PLAIN_FORMAT.partition("{turn}")[0] + words)
+        ids = self._ids(self._write(_QUESTION, tokenize=False).partition(_QUESTION)[0] + words)
+        return ids if set(begin) & set(ids) else begin + ids
+
+    def said(self, ids: Sequence[int]) -> str | None:
+        """The user's words in what a model wrote after ``beginning``, or None when no end came.
+
+        Parameters
+        ----------
+        ids
+            The new tokens. Where there is a template the last one is the end of the turn.
+        """
+        if self.has_template:
+            return str(self.tokenizer.decode(ids[:-1])).strip()
+        text, mark, _ = self.tokenizer.decode(ids).partition(_PLAIN_END)
+        return text.strip() if mark else None
 
     @functools.cached_property
     def added(self) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""The command line: ``draftlayers models | select | run | book | bench``.
+"""The command line: ``draftlayers models | answer | select | run | book | bench``.
 
 Every command checks what it was asked before it starts work, reports progress, and ends a mistake
 with a sentence instead of a traceback.
@@ -182,6 +182,46 @@ def book(
         first = build_site(this)
     say_to.print(f"finished in {time.monotonic() - started:.0f} s; the book's first page is")
     print(first)
+
+
+@app.command()
+@_explained
+def answer(
+    model: Model = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=1, help="Answer tokens to have in the end.")] = 200_000,
+    apart: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="Prompts that no question may come near."),
+    ] = [],  # noqa: B006
+    parameter: Parameters = [],  # noqa: B006
+    runs: Runs = None,
+) -> None:
+    """Let a target ask itself and answer: more for its heads to learn from, and no data needed."""
+    from draftlayers.asking import REASONS
+    from draftlayers.corpus import enlarge, own_corpus
+    from draftlayers.prompts import read_prompts
+    from draftlayers.targets import open_target
+
+    this = _open(model, "full", parameter, runs)
+    others = [prompt for path in apart for prompt in read_prompts(path)]
+    _check(this, "select")
+
+    def say(text: str) -> None:
+        say_to.print(f"[dim]{time.monotonic() - started:6.0f} s  {text}[/]")
+
+    started = time.monotonic()
+    with this.hold():
+        asked, answers = enlarge(open_target(this, say), this, tokens, others, say)
+    table = Table("questions", "", "")
+    table.add_row(f"{asked.written:,}", "written", "")
+    for name, count in asked.left_out.items():
+        table.add_row(f"{count:,}", name, REASONS[name])
+    table.add_row(f"{len(asked.prompts):,}", "kept", "")
+    console = Console(highlight=False)
+    console.print(table)
+    total = sum(len(one.tokens) for one in answers)
+    console.print(f"{len(answers):,} answers, {total:,} tokens, in {own_corpus(this)[0].parent}",
+                  soft_wrap=True)  # fmt: skip
 
 
 @app.command()

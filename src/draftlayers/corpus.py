@@ -16,6 +16,7 @@ from draftlayers.answers import (
     prompt_number,
     shipped_answers,
 )
+from draftlayers.asking import ROUND, Asked, ask, load_asked
 from draftlayers.project import Say, UserError, quiet
 from draftlayers.prompts import (
     HELDOUT,
@@ -36,8 +37,9 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
     Of a target with shipped answers the prompts that were answered count, and only answers that
     were cut short of ``answer_tokens``, or that no longer belong to their prompt, are written
     again. Any other target writes all answers itself. At most ``generated_conversations`` are
-    written, into the run's ``corpus`` folder. So are those to a user's own prompts, of which the
-    ones that are held out for decoding are left out.
+    written, into the run's ``corpus`` folder. What ``draftlayers answer`` has written for the
+    target comes first, so that what validates is of another kind. To a user's own prompts all
+    answers are written; those that are held out for decoding are left out.
 
     Raises
     ------
@@ -53,6 +55,9 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
     if spec.prompts is None:
         path = run.uses(shipped_answers(target))
         shipped = {answer.id: answer for answer in load_answers(path, causes, say)}
+        own = [run.uses(place) for place in own_corpus(run)]
+        prompts = [*load_asked(own[0], target).prompts, *prompts]
+        shipped |= {answer.id: answer for answer in load_answers(own[1], causes, say)}
     if shipped:
         lengths = {p.id: len(target.render(p.turns)) for p in prompts if p.id in shipped}
         fitting = [
@@ -97,6 +102,55 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
             "validation; raise max_prompt_tokens or generated_conversations"
         )
     return Corpus(found[:-validation], found[-validation:])
+
+
+def own_corpus(run: Run) -> tuple[Path, Path]:
+    """Where questions that a target asked itself lie, and its answers: one place for all profiles.
+
+    They are shared by the runs of one model, in the folder above theirs.
+    """
+    folder = run.folder.parent / "corpus"
+    return folder / "asked.json", folder / "answers.safetensors"
+
+
+def enlarge(
+    target: Target, run: Run, tokens: int, apart: Sequence[Prompt] = (), say: Say = quiet
+) -> tuple[Asked, list[Answer]]:
+    """Let the target ask and answer until its answers have this many tokens.
+
+    What is finished is kept as it comes, so a killed run goes on, and asking for more adds to it.
+
+    Parameters
+    ----------
+    apart
+        Prompts that no question may come near, beside those of ``data/prompts/heldout.jsonl``.
+
+    Returns
+    -------
+    (Asked, list of Answer)
+        All questions so far, and the answers to those that are short enough.
+    """
+    spec, (questions, path) = run.spec, own_corpus(run)
+    heldout = [*read_prompts(run.uses(HELDOUT)), *apart]
+    asked, answers, wanted = load_asked(questions, target), list[Answer](), 1
+    while True:
+        asked = ask(target, wanted, questions, heldout, spec.seed, say)
+        answers = answer_prompts(
+            target,
+            asked.prompts,
+            spec.answer_tokens,
+            spec.max_prompt_tokens,
+            path,
+            spec.seed,
+            say,
+            {"target": target.digest},  # data, which stays when the code that wrote it changes
+        )
+        total = sum(len(answer.tokens) for answer in answers)
+        if total >= tokens or len(asked.prompts) < wanted:
+            return asked, answers
+        # As many more as the answers so far promise, in steps that a killed run can spare.
+        missing = (tokens - total) * len(asked.prompts) // max(total, 1) + 1
+        wanted = len(asked.prompts) + min(missing, 4 * ROUND)
 
 
 def training_prompts(run: Run, say: Say = quiet) -> list[Prompt]:
