@@ -267,9 +267,9 @@ SPEEDS = (
 # Files that show such times: they must be there.
 TIMED = re.compile(r"executed/0[67]-|figures/07-|site/(?!html/notebooks/0[1-5])")
 RUN_TIME = re.compile(r"run time <strong>[^<]*</strong>")  # of a page, in a line about its run
-# Snakemake's notes about its jobs, by which nothing is decided, and pictures of the site, which are
-# named by what they show.
-IGNORED = re.compile(r"\.snakemake/|site/html/_images/")
+# Notes of one command about its jobs, by which no other decides anything (one that finds all of its
+# work done writes none), and pictures of the site, which are named by what they show.
+IGNORED = re.compile(r"\.snakemake/|\.jobs/|site/html/_images/")
 
 
 def without(keys: tuple[str, ...], value: Any) -> Any:
