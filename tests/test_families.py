@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftlayers import writing
 from draftlayers.capabilities import ABILITIES, capabilities_of, check_target
 from draftlayers.decoding import decode
 from draftlayers.engine import Engine
@@ -240,11 +241,15 @@ def test_conversations_of_unequal_length_give_the_states_of_single_ones(family, 
     torch.testing.assert_close(both.meta["predictive_entropy"], entropies, atol=1e-3, rtol=1e-3)
 
 
-def test_answers_are_those_of_generate(family):
+def test_answers_are_those_of_generate(family, monkeypatch):
+    monkeypatch.setattr(writing, "ENTER_TOGETHER", 1)
     _, target, cannot = family
     requests = [Request(PROMPT, 32), Request(SHORT, 32)]
     answers = dict(Writer(target).write(requests))
     assert answers == dict(Writer(target, packed=False).write(requests))
+    # The third enters beside the second when the first has ended.
+    three = dict(Writer(target, streams=2).write([Request(SHORT, 3), *requests]))
+    assert three == {0: answers[1][:3], 1: answers[0], 2: answers[1]}
     # Where the rotary embedding changes with the length of the text, an answer may end there.
     limit = target.context_limit if "decode" in cannot else Engine(target).limit
     for number, prompt in enumerate((PROMPT, SHORT)):

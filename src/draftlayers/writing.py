@@ -79,8 +79,9 @@ class _Columns(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.rooms = [new.new_zeros(new.shape) for new in (key_states[:, :, :0], value_states)]
-        self.rooms[1] = self.rooms[1][:, :, :0]
+        self.rooms = [
+            new.new_zeros(*new.shape[:2], 0, new.shape[3]) for new in (key_states, value_states)
+        ]
         self.rows, self.filled = key_states.shape[0], 0
 
     def update(
@@ -249,11 +250,12 @@ class _Rows:
 
     def _new_cache(self) -> DynamicCache:
         cache = DynamicCache(config=self.target.model.config)
-        for i, layer in enumerate(cache.layers):
-            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-                cache.layers[i] = cast(Any, _Columns)()  # the library's __init__ has no types
         # Layers that carry states of another kind cannot take in a further sequence.
-        self.can_join = all(isinstance(layer, _Columns) for layer in cache.layers)
+        kinds = {type(layer) for layer in cache.layers}
+        self.can_join = kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+        if self.can_join:
+            for i in range(len(cache.layers)):
+                cache.layers[i] = cast(Any, _Columns)()  # the library's __init__ has no types
         return cache
 
     @property
@@ -315,7 +317,8 @@ class _Rows:
             for layer in self.layers:
                 layer.keep(keep)
         elif keep:
-            self.cache.batch_select_indices(torch.tensor(keep, device=self.device))
+            rows = torch.tensor(keep, device=self.device)
+            self.cache.reorder_cache(cast(torch.LongTensor, rows))
         self.streams = [self.streams[row] for row in keep]
         self.starts = [self.starts[row] for row in keep]
 
