@@ -28,6 +28,7 @@ STREAMS = 128  # sequences that are written side by side
 # New ones are read when so many places are free: few at a time would cost a pass each.
 ENTER_TOGETHER = 8
 ENTER_TOKENS = 4096  # prompt tokens of one pass at most, the padding of shorter ones included
+UNUSED = 64  # columns that no sequence needs any more are dropped when there are so many
 BLOCK = 256  # tokens whose probabilities are added up before any is looked at alone
 
 
@@ -76,6 +77,7 @@ class _Columns(DynamicLayer):
     """
 
     is_sliding = False
+    spare = (0, 0)  # rows and columns that there will be: memory that grows step by step is torn
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -138,8 +140,9 @@ class _Columns(DynamicLayer):
     def _make_room(self, rows: int, columns: int) -> None:
         for i, room in enumerate(self.rooms):
             if rows > room.shape[0] or columns > room.shape[2]:
-                shape = max(rows, room.shape[0]), room.shape[1], columns + 64, room.shape[3]
-                larger = room.new_zeros(shape)
+                rows = max(rows, room.shape[0], self.spare[0])
+                columns = max(columns, room.shape[2], self.spare[1])
+                larger = room.new_zeros(rows, room.shape[1], columns, room.shape[3])
                 larger[: room.shape[0], :, : room.shape[2]] = room
                 self.rooms[i] = larger
 
@@ -203,7 +206,8 @@ class Writer:
         ]
         waiting.reverse()
         with self.linears.installed() if self.linears else nullcontext():
-            rows = _Rows(self)
+            longest = max((len(s.request.ids) + s.room for s in waiting), default=0)
+            rows = _Rows(self, (min(self.streams, len(waiting)), longest + UNUSED))
             while waiting or rows.streams:
                 free = self.streams - len(rows.streams)
                 joins = not rows.streams or (rows.can_join and free >= ENTER_TOGETHER)
@@ -241,7 +245,8 @@ def _together(waiting: list[_Stream], free: int) -> list[_Stream]:
 class _Rows:
     """The sequences that are being written: their streams, cache, and where each begins."""
 
-    def __init__(self, writer: Writer):
+    def __init__(self, writer: Writer, spare: tuple[int, int]):
+        self.spare = spare
         self.writer, self.target, self.device = writer, writer.target, writer.target.device
         self.streams: list[_Stream] = []
         self.starts: list[int] = []  # first column of each
@@ -272,8 +277,9 @@ class _Rows:
         cache = self._new_cache()
         logits = self._read(torch.tensor(prompts, device=self.device), pads, 0, cache)
         if not self.streams:
-            self.cache, self.columns = cache, longest
-            self.starts = pads
+            self.cache, self.columns, self.starts = cache, longest, pads
+            for layer in self.layers if self.can_join else ():
+                layer.spare = self.spare
         else:
             for layer, new in zip(self.layers, cast(list[_Columns], cache.layers), strict=True):
                 layer.join(new)
@@ -288,7 +294,7 @@ class _Rows:
         """Write one token to each sequence."""
         tokens = torch.tensor([[s.tokens[-1]] for s in self.streams], device=self.device)
         unused = min(self.starts)
-        if self.can_join and unused >= 64:
+        if self.can_join and unused >= UNUSED:
             for layer in self.layers:
                 layer.forget(unused)
             self.columns -= unused
