@@ -113,6 +113,20 @@ def test_what_is_read_is_noted(run, tmp_path):
     assert len(run.reading.files) == 2
 
 
+def test_runs_may_move_with_what_they_share(run, tmp_path):
+    shared = run.folder.parent / "corpus" / "asked.json"
+    assert run.uses(shared) == shared
+    assert run.reading.files == {"beside:corpus/asked.json": "absent"}
+    shared.parent.mkdir(parents=True)
+    shared.write_text("{}")
+    moved = tmp_path / "moved"
+    (tmp_path / "tiny").rename(tmp_path / "away")
+    moved.mkdir()
+    (tmp_path / "away").rename(moved / "tiny")
+    there = Run(RunSpec.make("tiny", "smoke"), moved)
+    assert there.input_digest("beside:corpus/asked.json") != "absent"
+
+
 def test_results_that_are_read_are_noted_by_their_content(run):
     run.write_results("02-entropy", {"x": 1})
     run.results("02-entropy")

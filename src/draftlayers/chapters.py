@@ -214,7 +214,7 @@ def _progress(run: Run, say: Say) -> Iterator[None]:
         yield
         return
     stop = threading.Event()
-    # Always the same file: one that a killed command has left is written anew.
+    # Always the same file: one that a killed command has left is written anew, and removed.
     with run.path("executed", ".progress").open("w+", encoding="utf-8") as lines:
 
         def follow() -> None:
@@ -234,6 +234,7 @@ def _progress(run: Run, say: Say) -> Iterator[None]:
             finally:
                 stop.set()
                 reader.join()
+                Path(lines.name).unlink(missing_ok=True)
 
 
 # Settings of the kernel's process: no progress bars or debugger notes in the output.
@@ -288,14 +289,13 @@ def chapter_causes(run: Run, chapter: str, reading: Reading) -> dict[str, Any]:
         What the chapter asked for when it was executed: which parameters, which earlier results,
         which files.
     """
-    files = {name: PROJECT / name for name in reading.files}  # an absolute name stays itself
     return {
         "target": find_weights(run.parameter("model")).digest,
         "code": chapter_code(NOTEBOOKS / f"{chapter}.ipynb"),
         "libraries": libraries(),
         "parameters": {name: run.parameter(name) for name in reading.parameters},
         "results": {earlier: run.results_digest(earlier) for earlier in reading.results},
-        "files": {n: file_digest(p) if p.exists() else "absent" for n, p in files.items()},
+        "files": {name: run.input_digest(name) for name in reading.files},
     }
 
 

@@ -27,6 +27,7 @@ from draftlayers.project import PROJECT, UserError, code_state, versions, write_
 from draftlayers.spec import RunSpec
 from draftlayers.weights import find_weights
 
+BESIDE = "beside:"  # names of files that all profiles of a model share
 HOLDER = "DRAFTLAYERS_HOLDS"  # set for the processes of a command that holds a run's folder
 
 
@@ -180,8 +181,21 @@ class Run:
 
     def uses(self, path: Path) -> Path:
         """Note an input file of the project or the user, and return its path."""
-        self.reading.files[_portable(path)] = file_digest(path) if path.exists() else "absent"
+        self.reading.files[self._name(path)] = self.input_digest(self._name(path))
         return path
+
+    def input_digest(self, name: str) -> str:
+        """Digest of an input file that was noted by this name, as it is now."""
+        beside = name.removeprefix(BESIDE)
+        path = PROJECT / name if beside == name else self.folder.parent / beside
+        return file_digest(path) if path.exists() else "absent"
+
+    def _name(self, path: Path) -> str:
+        """A path as records name it, so that a project or its runs may move."""
+        path = path.resolve()
+        if path.is_relative_to(self.folder.parent):
+            return BESIDE + path.relative_to(self.folder.parent).as_posix()
+        return path.relative_to(PROJECT).as_posix() if path.is_relative_to(PROJECT) else str(path)
 
     def made(self, path: Path) -> Path:
         """Note a file or folder of the run that later work relies on, and return its path."""
@@ -257,12 +271,6 @@ class Run:
         tensors = {name: array.contiguous() for name, array in arrays.items()}
         with self.hold():
             write_atomically(self.path("results", f"{chapter}.safetensors"), save(tensors))
-
-
-def _portable(path: Path) -> str:
-    """A path as records name it: inside the project without the project's own place."""
-    path = path.resolve()
-    return path.relative_to(PROJECT).as_posix() if path.is_relative_to(PROJECT) else str(path)
 
 
 def _plain(value: Any, where: str) -> Any:
