@@ -17,7 +17,7 @@ book: $(VENV)/.book ## Run every chapter on the real model and build the book (M
 
 test: $(VENV)/.test ## Run all tests: units, all notebooks on a tiny model, one book build.
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The ends of the range of transformers that pyproject.toml allows, each in its own environment.
 TARGET_TESTS := tests/test_families.py tests/test_targets.py tests/test_capabilities.py \

@@ -19,7 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from draftlayers import chapters, current, jobs
+from draftlayers import chapters, current, jobs, runs
 from draftlayers.booksite.stage import BookError, build_site
 from draftlayers.chapters import NOTEBOOKS, record_path, stale, up_to_date
 from draftlayers.cli import app
@@ -34,7 +34,8 @@ from draftlayers.spec import CHAPTERS, PROFILES, RunSpec
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     """A finished smoke run, and what the command printed."""
-    root = tmp_path_factory.mktemp("runs")
+    # A name with all that a shell or a template could misread.
+    root = tmp_path_factory.mktemp("runs") / "it's {here} & (now) $HOME" / "läufe [1]" / "-x"
     run = Run(RunSpec.make("tiny", "smoke"), root)
     done = command("book", root)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -335,7 +336,7 @@ def another_library(run, monkeypatch):
 
 def another_reference(run, monkeypatch):
     monkeypatch.setattr(
-        chapters,
+        runs,
         "file_digest",
         lambda path: "edited" if "06-draft-head" in str(path) else current.file_digest(path),
     )

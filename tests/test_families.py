@@ -245,10 +245,12 @@ def test_answers_are_those_of_generate(family, monkeypatch):
     monkeypatch.setattr(writing, "ENTER_TOGETHER", 1)
     _, target, cannot = family
     requests = [Request(PROMPT, 32), Request(SHORT, 32)]
-    answers = dict(Writer(target).write(requests))
+    writer = Writer(target)
+    answers = dict(writer.write(requests))
     assert answers == dict(Writer(target, packed=False).write(requests))
     # The third enters beside the second when the first has ended.
-    three = dict(Writer(target, streams=2).write([Request(SHORT, 3), *requests]))
+    writer.streams = 2
+    three = dict(writer.write([Request(SHORT, 3), *requests]))
     assert three == {0: answers[1][:3], 1: answers[0], 2: answers[1]}
     # Where the rotary embedding changes with the length of the text, an answer may end there.
     limit = target.context_limit if "decode" in cannot else Engine(target).limit
