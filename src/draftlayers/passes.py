@@ -313,7 +313,12 @@ class LlamaPass:
         return self.unembed(_rms_norm(x, self.target.final_norm)).float()
 
     def run(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: Cache
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor | None,
+        cache: Cache,
+        pieces: Sequence[tuple[slice, int]] = ((slice(None), 0),),
     ) -> list[Tensor]:
         """Read new tokens of one sequence or of several.
 
@@ -326,6 +331,9 @@ class LlamaPass:
             all see all.
         cache
             Takes the keys and values of a layer and gives those of all columns.
+        pieces
+            Rows that attend together, and the first column that any of them sees: what lies before
+            it is never read.
 
         Returns
         -------
@@ -359,9 +367,17 @@ class LlamaPass:
             # [B, n, heads * groups, dim] -> [B, heads, groups * n, dim]: a group is more rows.
             queries = queries.view(size, n, heads, groups, dim).permute(0, 2, 3, 1, 4)
             queries = queries.reshape(size, heads, groups * n, dim)
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=attention.scaling
-            )
+            parts = [
+                F.scaled_dot_product_attention(
+                    queries[rows],
+                    keys[rows, :, first:],
+                    values[rows, :, first:],
+                    attn_mask=None if mask is None else mask[rows, ..., first:],
+                    scale=attention.scaling,
+                )
+                for rows, first in pieces
+            ]
+            attended = parts[0] if len(parts) == 1 else torch.cat(parts)
             attended = attended.view(size, heads, groups, n, dim).permute(0, 3, 1, 2, 4)
             x = x + output(attended.reshape(size, n, -1))
             gate, up = gate_up(_rms_norm(x, layer.post_attention_layernorm)).chunk(2, dim=-1)

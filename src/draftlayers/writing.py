@@ -27,7 +27,9 @@ from draftlayers.targets import Target
 STREAMS = 128  # sequences that are written side by side
 # New ones are read when so many places are free: few at a time would cost a pass each.
 ENTER_TOGETHER = 8
-ENTER_TOKENS = 4096  # prompt tokens of one pass at most, the padding of shorter ones included
+# Prompt tokens of a pass, padding included: states of more would leave the processor's cache.
+ENTER_TOKENS = 1024
+PIECE = 16  # sequences of about the same length, which read no more of the cache than they need
 UNUSED = 64  # columns that no sequence needs any more are dropped when there are so many
 BLOCK = 256  # tokens whose probabilities are added up before any is looked at alone
 
@@ -104,7 +106,7 @@ class _Columns(DynamicLayer):
         return self.get_seq_length() + query_length, 0
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, of which most stay where they are, and forget the others."""
+        """Keep these rows, in this order, and forget the others."""
         moved = [(to, row) for to, row in enumerate(rows) if to != row]
         if moved:
             places, sources = (torch.tensor(x) for x in zip(*moved, strict=True))
@@ -289,6 +291,8 @@ class _Rows:
             self.starts += [self.columns - longest + pad for pad in pads]
         self.streams += streams
         _sample(logits, streams)
+        if self.can_join:
+            self._arrange(sorted(range(len(self.streams)), key=self.starts.__getitem__))
 
     def step(self) -> None:
         """Write one token to each sequence."""
@@ -320,13 +324,18 @@ class _Rows:
             count = len(keep)
             spare = iter([row for row in reversed(keep) if row >= count])
             keep = [row if not over[row] else next(spare) for row in range(count)]
+        self._arrange(keep)
+
+    def _arrange(self, order: list[int]) -> None:
+        """Keep these sequences, in this order, and forget the others."""
+        if self.can_join:
             for layer in self.layers:
-                layer.keep(keep)
-        elif keep:
-            rows = torch.tensor(keep, device=self.device)
+                layer.keep(order)
+        elif order:
+            rows = torch.tensor(order, device=self.device)
             self.cache.reorder_cache(cast(torch.LongTensor, rows))
-        self.streams = [self.streams[row] for row in keep]
-        self.starts = [self.starts[row] for row in keep]
+        self.streams = [self.streams[row] for row in order]
+        self.starts = [self.starts[row] for row in order]
 
     def _read(self, tokens: Tensor, starts: list[int], before: int, cache: DynamicCache) -> Tensor:
         """Logits ``[B, V]`` after new tokens ``[B, n]``, of which those before a start are none."""
@@ -339,7 +348,9 @@ class _Rows:
             if n > 1:
                 visible = visible & (columns <= columns[:, before:, None])[0]
                 visible = visible | (columns == columns[:, before:, None])[0]  # padding: itself
-            return lean.logits(lean.run(tokens, positions, visible, cache)[-1][:, -1])
+            rows = [slice(row, row + PIECE) for row in range(0, len(starts), PIECE)]
+            pieces = [(some, min(starts[some])) for some in rows]
+            return lean.logits(lean.run(tokens, positions, visible, cache, pieces)[-1][:, -1])
         states = self.target.decoder(
             input_ids=tokens,
             attention_mask=live.long(),
