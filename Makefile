@@ -21,7 +21,7 @@ test: $(VENV)/.test ## Run all tests: units, all notebooks on a tiny model, one 
 
 # The ends of the range of transformers that pyproject.toml allows, each in its own environment.
 TARGET_TESTS := tests/test_families.py tests/test_targets.py tests/test_capabilities.py \
-	tests/test_answers.py tests/test_engine.py
+	tests/test_writing.py tests/test_asking.py tests/test_engine.py
 test-oldest: PINNED = transformers==5.20.0
 test-newest: PINNED = transformers>=5.20,<6
 test-oldest test-newest: test-%: ## Run the tests of all kinds of targets with this transformers.

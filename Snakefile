@@ -13,7 +13,7 @@ from pathlib import Path
 from draftlayers.jobs import DRAFT_HEAD, end_with_parent
 from draftlayers.runs import Run
 from draftlayers.spec import CHAPTERS
-from draftlayers.training import planned_heads
+from draftlayers.contenders import planned_heads
 
 RUN = Run.stored(Path(os.getcwd()).resolve())
 SELECTION = "05-selection"

@@ -42,7 +42,8 @@ from draftlayers.costs import free_draft_tokens, measure_costs, measure_passes
 from draftlayers.decoding import Decoded
 from draftlayers.drafting import HeadDrafter
 from draftlayers.engine import Engine
-from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig
 from draftlayers.project import PROJECT
 from draftlayers.prompts import HELDOUT, balanced, read_prompts
 from draftlayers.selection import default_rule

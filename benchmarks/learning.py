@@ -38,6 +38,7 @@ import torch
 import typer
 from _record import write
 
+from draftlayers.contenders import head_folder, planned_sets, prepare
 from draftlayers.corpus import heldout_prompts, load_corpus
 from draftlayers.current import digest
 from draftlayers.decoding import Decoded, acceptance_length
@@ -50,14 +51,7 @@ from draftlayers.runs import Run
 from draftlayers.spec import RunSpec
 from draftlayers.speed import engine_methods, interval, summarise, time_methods
 from draftlayers.targets import Target, open_target
-from draftlayers.training import (
-    TrainedHead,
-    TrainingSettings,
-    head_folder,
-    planned_sets,
-    prepare,
-    train_head,
-)
+from draftlayers.training import TrainedHead, TrainingSettings, train_head
 
 SHARES = (1 / 16, 1 / 4)
 BASELINE = "as the profile"

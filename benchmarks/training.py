@@ -30,7 +30,8 @@ import typer
 from _record import write
 
 from draftlayers.examples import TOP, Examples, TrainingData
-from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig
 from draftlayers.spec import PROFILES
 from draftlayers.training import Trainer, TrainingSettings
 from draftlayers.ttt import STEP_WEIGHT, autocast, precision

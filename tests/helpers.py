@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from draftlayers.examples import Examples, TrainingData
-from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig
 from draftlayers.prompts import Conversation
 from draftlayers.start import start_at_random, start_from_target
 from draftlayers.states import collect
@@ -49,8 +50,8 @@ def settings(**changes) -> TrainingSettings:
     return TrainingSettings(**{**values, **changes})
 
 
-def new_head(target, data, start="random", fc_norm=False, dtype=torch.float32) -> DraftHead:
-    config = HeadConfig.for_target(target, LAYERS, len(data.vocabulary), fc_norm)
+def new_head(target, data, start="random", dtype=torch.float32, **shape) -> DraftHead:
+    config = HeadConfig.for_target(target, LAYERS, len(data.vocabulary), **shape)
     head = DraftHead(config, target.model.get_input_embeddings().weight, data.vocabulary)
     if start == "random":
         start_at_random(head, seed=0)

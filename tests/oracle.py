@@ -9,7 +9,8 @@ import torch
 
 from draftlayers.decoding import ROOT, Chance, Draft, Sampling
 from draftlayers.engine import Engine
-from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig
 from draftlayers.start import start_at_random, start_from_target
 from draftlayers.targets import tiny_target
 
@@ -42,11 +43,15 @@ def build(name: str, **config) -> Engine:
 
 
 def random_head(
-    engine: Engine, layers=(2, 4, 5), start=start_at_random, vocabulary: torch.Tensor | None = None
+    engine: Engine,
+    layers=(2, 4, 5),
+    start=start_at_random,
+    vocabulary: torch.Tensor | None = None,
+    **shape,
 ) -> DraftHead:
     """An untrained head for the engine's target."""
     vocabulary = torch.arange(3, 503, 5) if vocabulary is None else vocabulary
-    config = HeadConfig.for_target(engine.target, layers, len(vocabulary))
+    config = HeadConfig.for_target(engine.target, layers, len(vocabulary), **shape)
     embedding = engine.target.model.get_input_embeddings().weight
     head = DraftHead(config, embedding, vocabulary).eval()
     if start is start_at_random:

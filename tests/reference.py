@@ -104,33 +104,35 @@ def naive_rope(x, position, theta):
     return torch.cat((turned.real, turned.imag))
 
 
-def naive_entry(head, hidden, token, position):
-    """Query, key and value heads of one entry, as lists of vectors."""
-    w = dict(head.named_parameters())
-    eps, hd = head.config.rms_norm_eps, head.config.head_dim
-    embedded = naive_rms(head.embedding[token], w["midlayer.input_layernorm.weight"], eps)
-    normed = naive_rms(hidden, w["midlayer.hidden_norm.weight"], eps)
-    x = torch.cat((embedded, normed))
-    q, k, v = (w[f"midlayer.self_attn.{n}_proj.weight"] @ x for n in "qkv")
-    theta = head.config.rope["rope_theta"]
-    queries = [naive_rope(part, position, theta) for part in q.split(hd)]
-    keys = [naive_rope(part, position, theta) for part in k.split(hd)]
-    return queries, keys, list(v.split(hd))
+def naive_step(head, memory, hidden, token, position):
+    """Output state of one entry of a head.
 
-
-def naive_state(head, hidden, queries, keys, values):
-    """Output state of one entry that attends to entries with these keys and values."""
-    w = dict(head.named_parameters())
-    group = head.config.n_heads // head.config.n_kv_heads
-    attended = []
-    for h, query in enumerate(queries):
-        scores = [query @ k[h // group] / head.config.head_dim**0.5 for k in keys]
-        shares = torch.stack(scores).softmax(0)
-        attended.append(sum(s * v[h // group] for s, v in zip(shares, values, strict=True)))
-    hidden = hidden + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
-    x = naive_rms(hidden, w["midlayer.post_attention_layernorm.weight"], head.config.rms_norm_eps)
-    gate, up = (w[f"midlayer.mlp.{n}_proj.weight"] @ x for n in ("gate", "up"))
-    return hidden + w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
+    `memory` holds for each layer the key heads and value heads of the entries that this one sees;
+    its own are added.
+    """
+    w, eps, hd = dict(head.named_parameters()), head.config.rms_norm_eps, head.config.head_dim
+    theta, group = head.config.rope["rope_theta"], head.config.n_heads // head.config.n_kv_heads
+    for place, seen in enumerate(memory):
+        layer = f"upper.{place - 1}" if place else "midlayer"
+        first = hidden if place else head.embedding[token]
+        x = naive_rms(first, w[f"{layer}.input_layernorm.weight"], eps)
+        if not place:
+            x = torch.cat((x, naive_rms(hidden, w["midlayer.hidden_norm.weight"], eps)))
+        q, k, v = (w[f"{layer}.self_attn.{n}_proj.weight"] @ x for n in "qkv")
+        queries, keys = (
+            [naive_rope(part, position, theta) for part in parts.split(hd)] for parts in (q, k)
+        )
+        seen.append((keys, v.split(hd)))
+        attended = []
+        for h, query in enumerate(queries):
+            scores = torch.stack([query @ keys[h // group] / hd**0.5 for keys, _ in seen])
+            values = [values[h // group] for _, values in seen]
+            attended.append(sum(s * v for s, v in zip(scores.softmax(0), values, strict=True)))
+        hidden = hidden + w[f"{layer}.self_attn.o_proj.weight"] @ torch.cat(attended)
+        x = naive_rms(hidden, w[f"{layer}.post_attention_layernorm.weight"], eps)
+        gate, up = (w[f"{layer}.mlp.{n}_proj.weight"] @ x for n in ("gate", "up"))
+        hidden = hidden + w[f"{layer}.mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
+    return hidden
 
 
 def naive_logits(head, hidden):

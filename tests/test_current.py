@@ -137,11 +137,12 @@ def package(tmp_path, monkeypatch):
     files = {
         "__init__.py": '"""Package."""\n',
         "work.py": (
-            '"""Work."""\nfrom draftlayers.part import CONSTANT\nfrom draftlayers import spec\n'
+            '"""Work."""\nfrom draftlayers.part import CONSTANT\nfrom draftlayers import runs, spec\n'
         ),
         "part.py": "import draftlayers.deep.inner\nCONSTANT = 1  # a remark\n",
         "other.py": "X = 1\n",
         "spec.py": "FIELDS = 3\n",
+        "runs.py": "WHERE = 3\n",
         "typed.py": (
             "from typing import TYPE_CHECKING\n"
             "if TYPE_CHECKING:\n    from draftlayers.other import X\n"
@@ -179,6 +180,7 @@ def edit(path, old, new):
         ("work.py", '"""Work."""', '"""More work."""', False),
         ("other.py", "X = 1", "X = 2", False),
         ("spec.py", "FIELDS = 3", "FIELDS = 4", False),  # what it carries is a cause of its own
+        ("runs.py", "WHERE = 3", "WHERE = 4", False),
     ],
 )
 def test_code_counts_where_it_computes(package, file, old, new, again):

@@ -34,7 +34,8 @@ from draftlayers.decoding import (
 )
 from draftlayers.drafting import HeadDrafter
 from draftlayers.engine import Engine
-from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig
 from draftlayers.project import UserError
 from draftlayers.start import start_at_random, start_from_target
 from draftlayers.targets import tiny_target

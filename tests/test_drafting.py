@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from oracle import PROMPT, Oracle, build, greedy_reference, random_head
@@ -60,20 +62,30 @@ class Watched(HeadDrafter):
         alone = self.head.new_cache(n)
         after = torch.tensor([self.tokens[1:]])
         hidden = self.head(self.head.fuse(expected)[None], after, torch.arange(n), alone)
-        torch.testing.assert_close(self.cache.keys[:, :, :n], alone.keys, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(self.cache.keys[..., :n, :], alone.keys, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(self.hidden, hidden[:, -1:], atol=1e-3, rtol=1e-3)
         self.checked += 1
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gpt2"])
+SHAPES = [{}, {"head_layers": 2}, {"norm_output": True, "fc_norm": True}]
+
+
+@pytest.mark.parametrize("name, shape", [
+    *((name, {}) for name in ("llama", "qwen3", "gemma3_text", "gpt2")),
+    *(("llama", shape) for shape in SHAPES[1:]),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("tree", [False, True])
-def test_caches_equal_a_fresh_forward_after_every_step(name: str, tree: bool) -> None:
+def test_caches_equal_a_fresh_forward_after_every_step(
+    name: str, shape: dict[str, Any], tree: bool
+) -> None:
     engine = build(name)
     # Half of the guesses must be accepted for this to prove anything: let the draft be overridden.
-    drafter = Watched(random_head(engine), depth=4, top_k=2 if tree else 1, total=6)
+    width = 2 if tree else 1
+    head = random_head(engine, **shape)
+    drafter = Watched(head, depth=4, top_k=width, total=6, precision=torch.float32)
     drafter.watch(engine, PROMPT)
     expected = greedy_reference(engine, PROMPT, 24)
-    oracle = Oracle(PROMPT + expected, depth=4, right=0.7, width=2 if tree else 1)
+    oracle = Oracle(PROMPT + expected, depth=4, right=0.7, width=width)
 
     def propose(depth: int, sampling: Sampling, chance: Chance) -> Draft:
         HeadDrafter.propose(drafter, depth, sampling, chance)  # leaves drafted entries to undo
@@ -87,10 +99,13 @@ def test_caches_equal_a_fresh_forward_after_every_step(name: str, tree: bool) ->
     assert acceptance_length([run]) > 1.5
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("top_k, total", [(1, 4), (2, 6), (3, 12), (4, 60)])
-def test_drafts_equal_drafting_without_a_cache(llama: Engine, top_k: int, total: int) -> None:
+def test_drafts_equal_drafting_without_a_cache(
+    llama: Engine, top_k: int, total: int, shape: dict[str, Any]
+) -> None:
     """EAGLE-2's tree by its definition: every path recomputed from the whole sequence."""
-    depth, head = 4, random_head(llama, start=start_from_target)
+    depth, head = 4, random_head(llama, start=start_from_target, **shape)
     ids = torch.tensor([PROMPT])
     with llama.target.capture(head.config.layers) as states, torch.no_grad():
         best = int(llama.target.model(ids).logits[0, -1].argmax())
@@ -103,7 +118,7 @@ def test_drafts_equal_drafting_without_a_cache(llama: Engine, top_k: int, total:
         hidden = head(fused, tokens, torch.arange(len(PROMPT)), cache)[:, -1:]
         for i, token in enumerate(path):
             position = torch.tensor([len(PROMPT) + i])
-            hidden = head(hidden, torch.tensor([[token]]), position, cache)
+            hidden = head(head.again(hidden), torch.tensor([[token]]), position, cache)
         return head.logits(hidden)[0, 0].log_softmax(-1)
 
     frontier, nodes = [((), 0.0)], []
@@ -172,8 +187,8 @@ def test_a_chain_ends_when_the_head_is_unsure(llama: Engine) -> None:
             draft = propose(depth, *rest)
             cache, hidden, reached = head.new_cache(200), drafter.hidden, [1.0]
             n = drafter.cache.length
-            cache.keys[:, :, :n] = drafter.cache.keys[:, :, :n]
-            cache.values[:, :, :n] = drafter.cache.values[:, :, :n]
+            cache.keys[..., :n, :] = drafter.cache.keys[..., :n, :]
+            cache.values[..., :n, :] = drafter.cache.values[..., :n, :]
             cache.length = n
             for i, token in enumerate(draft.tokens):
                 q = head.logits(hidden)[0, 0].softmax(-1)

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftlayers.head import DraftHead, HeadConfig, rope_of
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig, rope_of
 from draftlayers.project import UserError
 from draftlayers.start import start_at_random
 from draftlayers.targets import Target, tiny_target, tiny_tokenizer
-from tests.reference import naive_entry, naive_logits, naive_rms, naive_state
+from tests.reference import naive_logits, naive_rms, naive_step
 
 SHAPE = {
     "target": "t",
@@ -63,14 +64,15 @@ def inputs(head: DraftHead, n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("head_layers", [1, 2, 3])
 @pytest.mark.parametrize("fc_norm", [False, True])
-def test_forward_matches_naive_loops(fc_norm):
-    head = make_head(fc_norm)
+def test_forward_matches_naive_loops(fc_norm, head_layers):
+    head = make_head(fc_norm, head_layers=head_layers)
     states, tokens = inputs(head, 7)
     cache = head.new_cache(7)
     out = head(head.fuse(states), tokens, torch.arange(7), cache)
     assert out.shape == (1, 7, 32) and head.logits(out).shape == (1, 7, 20)
-    d, entries = head.config.d_model, []
+    d, memory = head.config.d_model, [[] for _ in range(head_layers)]
     for p in range(7):
         parts = states[0, p].split(d)
         if fc_norm:
@@ -79,9 +81,7 @@ def test_forward_matches_naive_loops(fc_norm):
                 for x, n in zip(parts, head.fc_norm, strict=True)
             ]
         hidden = head.fc.weight @ torch.cat(list(parts))
-        entries.append((hidden, *naive_entry(head, hidden, tokens[0, p], p)))
-        keys, values = [e[2] for e in entries], [e[3] for e in entries]
-        expected = naive_state(head, hidden, entries[p][1], keys, values)
+        expected = naive_step(head, memory, hidden, tokens[0, p], p)
         torch.testing.assert_close(out[0, p], expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(
             head.logits(out)[0, p], naive_logits(head, expected), rtol=1e-6, atol=1e-6
@@ -89,8 +89,9 @@ def test_forward_matches_naive_loops(fc_norm):
 
 
 @torch.no_grad()
-def test_decoding_in_pieces_equals_one_pass():
-    head = make_head()
+@pytest.mark.parametrize("head_layers", [1, 2])
+def test_decoding_in_pieces_equals_one_pass(head_layers):
+    head = make_head(head_layers=head_layers)
     states, tokens = inputs(head, 12)
     whole = head(head.fuse(states), tokens, torch.arange(12), head.new_cache(12))
     cache = head.new_cache(20)
@@ -192,10 +193,12 @@ def test_vocabulary_maps_are_offsets_and_a_mask():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fc_norm", [False, True])
+@pytest.mark.parametrize(
+    "shape", [{}, {"fc_norm": True}, {"head_layers": 2, "norm_output": True}], ids=str
+)
 @pytest.mark.parametrize("layers", [(5,), (2, 4, 5), (1, 3, 4, 6)])
-def test_saved_head_comes_back(tmp_path, target, layers, fc_norm):
-    config = HeadConfig.for_target(target, layers, 100, fc_norm)
+def test_saved_head_comes_back(tmp_path, target, layers, shape):
+    config = HeadConfig.for_target(target, layers, 100, **shape)
     vocabulary = torch.arange(100) * 3
     head = DraftHead(config, target.model.get_input_embeddings().weight, vocabulary)
     start_at_random(head, seed=3)

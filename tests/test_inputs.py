@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from draftlayers import selection as sel
-from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig
 from draftlayers.project import UserError
 from draftlayers.prompts import Prompt, read_prompts
 from draftlayers.spec import PROFILES, RunSpec

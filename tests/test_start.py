@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig
 from draftlayers.start import fit_start, norm_weight, start_from_target
 from draftlayers.targets import tiny_target
 from draftlayers.ttt import ttt_loss
@@ -48,6 +49,32 @@ def test_start_from_target(architecture):
         source = target.layers[-1].self_attn.k_proj.weight
         assert torch.equal(attention.k_proj.weight[:, d:], source)
         assert not attention.k_proj.weight[:, :d].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
+def test_further_layers_change_nothing_at_the_start(architecture):
+    target = tiny_target(architecture=architecture)
+    vocabulary = torch.arange(100) * 2 + 1
+    embedding = target.model.get_input_embeddings().weight
+    heads = []
+    for head_layers in (1, 3):
+        config = HeadConfig.for_target(target, (2, 4, 5), 100, head_layers=head_layers)
+        head = DraftHead(config, embedding, vocabulary)
+        taken = start_from_target(head, target, seed=0)
+        states = torch.randn(1, 9, 3 * 64, generator=torch.Generator().manual_seed(3))
+        hidden = head.fuse(states)
+        fit_start(head, states[0], torch.arange(9), hidden[0] + 1, seed=0)
+        heads.append(head(head.fuse(states), torch.arange(9)[None], torch.arange(9),
+                          head.new_cache(9)))  # fmt: skip
+    assert torch.equal(*heads)
+    assert ("upper.1.self_attn.q_proj.weight" in taken) == (architecture == "llama")
+    if architecture == "llama":
+        source = target.layers[-1]
+        assert torch.equal(head.upper[0].mlp.up_proj.weight, source.mlp.up_proj.weight)
+        assert torch.equal(head.upper[1].self_attn.q_proj.weight, source.self_attn.q_proj.weight)
+        norms = head.upper[0].input_layernorm, source.input_layernorm
+        torch.testing.assert_close(*(norm(states[0, :, :64]) for norm in norms))
 
 
 def test_linear_start_is_the_ridge_solution(target, data):

@@ -14,13 +14,7 @@ from draftlayers import current, training, ttt
 from draftlayers.project import UserError
 from draftlayers.states import collect
 from draftlayers.targets import tiny_target
-from draftlayers.training import (
-    head_folder,
-    parse_head_name,
-    planned_heads,
-    planned_sets,
-    train_head,
-)
+from draftlayers.training import train_head
 from tests.helpers import LAYERS, STEPS, InMemory, answered, by_heart, settings, training_data
 
 
@@ -125,7 +119,8 @@ def test_finished_head_is_loaded(finished, data, target, no_training):
 OTHER_SETTINGS = {
     "epochs": 0.4, "batch_tokens": 31, "learning_rate": 1e-3, "ttt_steps": 2, "start": "random",
     "train_lm_head": False, "fc_norm": True, "depth": 4, "warmup": 0.1, "clip": 1.0,
-    "betas": (0.9, 0.99), "weight_decay": 0.1,
+    "betas": (0.9, 0.99), "weight_decay": 0.1, "norm_output": True, "head_layers": 2,
+    "optimizer": "muon", "sharpen": 1.5, "noise": 0.05,
 }  # fmt: skip
 
 
@@ -183,7 +178,7 @@ def test_other_data_is_another_head(finished, data, target, no_training, part, t
         ("ttt", "STEP_WEIGHT = 0.8", "STEP_WEIGHT = 0.1", False),
         ("start", "SELF_SCORE = 10.0", "SELF_SCORE = 5.0", False),
         ("training", "FIT_ROWS = 50_000", "FIT_ROWS = 20_000", False),
-        ("head", "return hidden + ", "return hidden - ", False),
+        ("head_layers", "return hidden + ", "return hidden - ", False),
         ("examples", "pool = 16 *", "pool = 8 *", False),
         ("ttt", "# weight of step i", "# how much step i weighs:", True),
         ("training", "One update.", "One update of all weights.", True),
@@ -215,6 +210,19 @@ def test_damaged_head_is_trained_again(finished, data, target, tmp_path, name, l
     again = train_head(data, LAYERS, target, SHORT, 0, folder, said.append)
     assert said[0].startswith("training head again, because of damage") and str(folder) in said[0]
     assert again.history == finished[1] and same_head(folder, finished[0])
+
+
+def test_a_killed_training_with_every_choice_changed_goes_on_bit_for_bit(
+    target, data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    choices = {"optimizer": "muon", "head_layers": 2, "noise": 0.1, "sharpen": 1.5,
+               "norm_output": True, "weight_decay": 0.1}  # fmt: skip
+    args = (data, LAYERS, target, settings(**choices), 0)
+    whole = train_head(*args, tmp_path / "whole")
+    killed_at(monkeypatch, 5, *args, tmp_path / "killed")
+    again = train_head(*args, tmp_path / "killed")
+    assert again.history == whole.history and same_head(tmp_path / "whole", tmp_path / "killed")
 
 
 def killed_at(monkeypatch, update, *args):
@@ -269,28 +277,6 @@ def test_weights_of_a_stopped_training_are_not_taken_for_the_finished_head(
         killed_at(monkeypatch, 5, data, LAYERS, target, settings(), seed, folder)
     train_head(data, LAYERS, target, settings(), 0, folder)
     assert same_head(folder, tmp_path / "kept")
-
-
-def test_names_of_heads(run):
-    for layers, seed in (((2, 15, 27), 0), ((5,), 12)):
-        assert parse_head_name(head_folder(run, layers, seed).name) == (layers, seed)
-    for name in ("", "2-15", "2-15-s", "s0", "a-b-s0", "06-draft-head", "2--3-s1"):
-        with pytest.raises(UserError, match="names no head"):
-            parse_head_name(name)
-    run.write_results(
-        "05-selection", {"layers": {"default": [2, 4, 5]}, "chosen": {"layers": [1, 3]}}
-    )
-    assert planned_sets(run) == {"default": (2, 4, 5), "chosen": (1, 3)}
-    assert planned_heads(run) == ["2-4-5-s0", "1-3-s0"]
-    chosen = {"layers": [1, 3]}
-    run.write_results("05-selection", {"layers": {"default": [2, 4, 5]}, "chosen": chosen})
-    assert planned_sets(run) == {"default": (2, 4, 5), "chosen": (1, 3)}
-    assert planned_heads(run) == ["2-4-5-s0", "1-3-s0"]
-    run.write_results("05-selection", {"layers": {"default": [1, 3]}, "chosen": chosen})
-    assert planned_sets(run) == {"default": (1, 3)}
-
-
-# --- Training ----------------------------------------------------------------------------------
 
 
 def test_starts_and_frozen_output_matrix(target, data, tmp_path):

@@ -16,7 +16,8 @@ from draftlayers.decoding import Decoded, acceptance_length, decode
 from draftlayers.drafting import HeadDrafter
 from draftlayers.engine import Engine
 from draftlayers.examples import TrainingData
-from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig
 from draftlayers.prompts import Conversation
 from draftlayers.start import start_from_target
 from draftlayers.states import collect
@@ -34,7 +35,7 @@ from tests.helpers import (
     training_data,
     view,
 )
-from tests.reference import naive_entry, naive_logits, naive_state
+from tests.reference import naive_logits, naive_rms, naive_step
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +55,19 @@ def naive_loss(head, store, sequence, vocabulary, steps):
     states = torch.cat([store.load(b, rows) for b in LAYERS], -1).double()
     top_ids, top_p = store.top_ids[rows].long(), store.top_logprobs[rows].double().exp()
     place = {int(t): i for i, t in enumerate(vocabulary)}
-    fused, context = [], []
-    for p in range(len(rows) - 1):
-        hidden = head.fuse(states[p])
-        fused.append(hidden)
-        context.append(naive_entry(head, hidden, token[p + 1], p))
+    text = [[] for _ in range(head.config.head_layers)]
+    first = [naive_step(head, text, head.fuse(states[p]), token[p + 1], p)
+             for p in range(len(rows) - 1)]  # fmt: skip
     losses: list[list[torch.Tensor]] = [[] for _ in range(steps)]
     for p in range(len(rows) - 1):
-        hidden = fused[p]
-        keys, values = [c[1] for c in context[: p + 1]], [c[2] for c in context[: p + 1]]
-        queries = context[p][0]
+        hidden, memory = first[p], [layer[: p + 1] for layer in text]
         for i in range(steps):
             if p + 1 + i >= len(rows):
                 break
             if i:
-                queries, key, value = naive_entry(head, hidden, token[p + 1 + i], p + i)
-                keys, values = [*keys, key], [*values, value]
-            hidden = naive_state(head, hidden, queries, keys, values)
+                if head.config.norm_output:
+                    hidden = naive_rms(hidden, head.norm.weight, head.config.rms_norm_eps)
+                hidden = naive_step(head, memory, hidden, token[p + 1 + i], p + i)
             said = p + 1 + i  # the row whose next token this step guesses
             if not answer[said] or int(top_ids[said, 0]) not in place:
                 continue
@@ -83,16 +80,24 @@ def naive_loss(head, store, sequence, vocabulary, steps):
     return losses
 
 
-@pytest.mark.parametrize("fc_norm", [False, True])
-def test_loss_matches_chains_by_hand(target, data, fc_norm):
-    head = new_head(target, data, fc_norm=fc_norm)
+SHAPES = [
+    {},
+    {"fc_norm": True},
+    {"head_layers": 2},
+    {"head_layers": 3, "fc_norm": True, "norm_output": True},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_loss_matches_chains_by_hand(target, data, shape):
+    head = new_head(target, data, **shape)
     examples = view(target, data, data.train)
     chosen = [0, 3, 7]
     counts = examples.loss_counts(chosen, STEPS)
     loss, report = ttt_loss(head, examples.batch(chosen, STEPS), counts)
     loss.backward()
     with torch.no_grad():
-        reference = new_head(target, data, fc_norm=fc_norm, dtype=torch.float64)
+        reference = new_head(target, data, dtype=torch.float64, **shape)
         by_step: list[list[torch.Tensor]] = [[] for _ in range(STEPS)]
         for c in chosen:
             found = naive_loss(reference, data.store, int(data.train[c]), data.vocabulary, STEPS)
@@ -105,9 +110,10 @@ def test_loss_matches_chains_by_hand(target, data, fc_norm):
     torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gradient_matches_finite_differences_of_the_loss(target, data):
+@pytest.mark.parametrize("shape", [{}, {"head_layers": 2, "norm_output": True}], ids=str)
+def test_gradient_matches_finite_differences_of_the_loss(target, data, shape):
     """Central differences of the batch loss along random directions, weight by weight."""
-    head = new_head(target, data)
+    head = new_head(target, data, **shape)
     examples = view(target, data, data.train)
     batch, counts = examples.batch([1, 2], STEPS), examples.loss_counts([1, 2], STEPS)
     ttt_loss(head, batch, counts)[0].backward()
@@ -126,9 +132,10 @@ def test_gradient_matches_finite_differences_of_the_loss(target, data):
 
 
 @torch.no_grad()
-def test_training_steps_equal_decoding_steps(target, data):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_training_steps_equal_decoding_steps(target, data, shape):
     """A chain drafted with the head's cache passes through the states that training saw."""
-    head = new_head(target, data)
+    head = new_head(target, data, **shape)
     examples = view(target, data, data.train)
     batch = examples.batch([5], STEPS)
     trained = list(training_time_test(head, batch, STEPS))
@@ -141,7 +148,8 @@ def test_training_steps_equal_decoding_steps(target, data):
         out = head(hidden, token[None, 1 : p + 2], torch.arange(p + 1), cache)[:, -1:]
         for i in range(STEPS):
             if i and p + 1 + i < len(rows):
-                out = head(out, token[None, p + 1 + i, None], torch.tensor([p + i]), cache)
+                after = token[None, p + 1 + i, None]
+                out = head(head.again(out), after, torch.tensor([p + i]), cache)
             elif i:
                 break
             torch.testing.assert_close(out[0, 0], trained[i][a], rtol=1e-4, atol=1e-4)

@@ -20,7 +20,7 @@ from draftlayers.chat import Chat
 from draftlayers.checkpoints import read_config
 from draftlayers.contexts import context_of
 from draftlayers.engine import Engine, decodable
-from draftlayers.head import HeadConfig, rotary_tables
+from draftlayers.head_config import HeadConfig, rotary_tables
 from draftlayers.passes import OWN_WINDOWS
 from draftlayers.project import Say, UserError, quiet
 from draftlayers.selection import default_rule

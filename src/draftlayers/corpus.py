@@ -132,7 +132,7 @@ def enlarge(
     """
     spec, (questions, path) = run.spec, own_corpus(run)
     heldout = [*read_prompts(run.uses(HELDOUT)), *apart]
-    asked, answers, wanted = load_asked(questions, target), list[Answer](), 1
+    wanted = 1
     while True:
         asked = ask(target, wanted, questions, heldout, spec.seed, say)
         answers = answer_prompts(

@@ -39,7 +39,18 @@ SOURCE = Path(__file__).parent
 # they carry (parameters, files, figures) is a cause of its own. None of them may compute, and a
 # test holds them to it.
 CARRIERS = frozenset(
-    {"project", "current", "spec", "chapters", "jobs", "tables", "booksite", "cli", "figures"}
+    {
+        "project",
+        "current",
+        "spec",
+        "runs",
+        "chapters",
+        "jobs",
+        "tables",
+        "booksite",
+        "cli",
+        "figures",
+    }
 )
 REMEMBERED_BYTES = 1 << 20  # smaller files are read again, which costs less than asking
 SETTLED_SECONDS = 2.0  # a file changed so lately could change again without its time telling

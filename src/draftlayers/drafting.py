@@ -91,7 +91,7 @@ class HeadDrafter:
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
         needed = capacity + self.depth * self.top_k
-        if needed > self.cache.keys.shape[2]:
+        if needed > self.cache.capacity:
             self.cache = self.head.new_cache(1 << (needed - 1).bit_length())
         self.cache.truncate(0)
         with self.linears.installed() if self.linears else nullcontext():
@@ -135,7 +135,7 @@ class HeadDrafter:
             if len(tokens) == depth or reached < self.confidence:
                 break
             position = torch.tensor([place + len(tokens) - 1], device=hidden.device)
-            hidden = head(hidden, token.view(1, 1), position, self.cache)
+            hidden = head(head.again(hidden), token.view(1, 1), position, self.cache)
         chain = list(range(-1, len(tokens) - 1))
         return Draft(tokens, chain, None if sampling.greedy else proposed)
 
@@ -160,7 +160,7 @@ class HeadDrafter:
             sees = torch.cat((sees, torch.eye(k, dtype=torch.bool, device=device)), dim=1)
             mask = torch.cat((sees.new_ones(k, observed), sees), dim=1)
             position = torch.full((1, k), observed + level, device=device)
-            outputs = head(hidden, tokens[None, frontier], position, cache, mask)
+            outputs = head(head.again(hidden), tokens[None, frontier], position, cache, mask)
             new_tokens, new_scores = children(outputs, scores[frontier])
             best = new_scores.topk(k).indices
             frontier_before = frontier

@@ -20,9 +20,10 @@ from draftlayers.project import UserError
 
 SIZES = (
     "n_layers", "d_model", "vocab_size", "draft_vocab_size", "intermediate_size", "n_heads",
-    "n_kv_heads", "head_dim", "max_positions",
+    "n_kv_heads", "head_dim", "max_positions", "head_layers",
 )  # fmt: skip
 LARGEST = 2**24  # of any size; beyond it products of sizes leave the range of a shape
+MOST_LAYERS = 64  # of a head; each is made before its weights are looked at
 
 
 @contextlib.contextmanager
@@ -39,6 +40,8 @@ def check_values(values: Mapping[str, Any]) -> None:
     for name in SIZES:
         if type(values[name]) is not int or not 1 <= values[name] <= LARGEST:
             raise UserError(f"{name} of a head must be a whole number from 1 to {LARGEST}")
+    if values["head_layers"] > MOST_LAYERS:
+        raise UserError(f"head_layers of a head must be at most {MOST_LAYERS}")
     if values["n_heads"] * values["head_dim"] > LARGEST:
         raise UserError(f"n_heads x head_dim of a head must be at most {LARGEST}")
     layers = values["layers"]
@@ -51,6 +54,7 @@ def check_values(values: Mapping[str, Any]) -> None:
         ("target", str, "a text"),
         ("rope", dict, "an object"),
         ("fc_norm", bool, "true or false"),
+        ("norm_output", bool, "true or false"),
     ):
         if not isinstance(values[name], kind):
             raise UserError(f"{name} of a head must be {called}")

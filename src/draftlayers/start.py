@@ -39,9 +39,10 @@ def start_from_target(head: DraftHead, target: Target, seed: int) -> list[str]:
 
     ``fc`` passes the deepest input layer through, ``midlayer`` is the target's last layer with
     its attention reading the hidden half, and ``norm`` and ``lm_head`` are the target's final
-    norm and the draft tokens' rows of its output matrix. Training goes on from here with
-    `fit_start`. What a target does not have in Llama's form (GPT-2's MLP, queries that Qwen 3
-    norms) keeps its random start.
+    norm and the draft tokens' rows of its output matrix. Further layers are the target's last
+    layer, too, but add nothing yet, so the head guesses what it would without them. Training goes
+    on from here with `fit_start`. What a target does not have in Llama's form (GPT-2's MLP, queries
+    that Qwen 3 norms) keeps its random start.
 
     Returns
     -------
@@ -54,32 +55,38 @@ def start_from_target(head: DraftHead, target: Target, seed: int) -> list[str]:
     # Gemma names the norm before its MLP differently, and uses Llama's name for another one.
     before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
     before_mlp = before_mlp or getattr(layer, "post_attention_layernorm", None)
+    parts = {
+        "post_attention_layernorm.weight": norm_weight(before_mlp, d),
+        **{f"self_attn.{x}.weight": weight_of(attention, x) for x in ("v_proj", "o_proj")},
+        **{f"mlp.{x}.weight": weight_of(mlp, x) for x in ("gate_proj", "up_proj", "down_proj")},
+    }
+    if not hasattr(attention, "q_norm"):
+        parts |= {f"self_attn.{x}.weight": weight_of(attention, x) for x in ("q_proj", "k_proj")}
+    before_attention = norm_weight(getattr(layer, "input_layernorm", None), d)
     sources = {
-        "midlayer.hidden_norm.weight": norm_weight(getattr(layer, "input_layernorm", None), d),
-        "midlayer.post_attention_layernorm.weight": norm_weight(before_mlp, d),
-        "midlayer.self_attn.v_proj.weight": weight_of(attention, "v_proj"),
-        "midlayer.self_attn.o_proj.weight": weight_of(attention, "o_proj"),
-        "midlayer.mlp.gate_proj.weight": weight_of(mlp, "gate_proj"),
-        "midlayer.mlp.up_proj.weight": weight_of(mlp, "up_proj"),
-        "midlayer.mlp.down_proj.weight": weight_of(mlp, "down_proj"),
+        **{f"midlayer.{name}": weight for name, weight in parts.items()},
+        "midlayer.hidden_norm.weight": before_attention,
         "norm.weight": norm_weight(target.final_norm, d),
         "lm_head.weight": output[head.vocabulary.to(output.device)],
     }
-    if not hasattr(attention, "q_norm"):
-        sources["midlayer.self_attn.q_proj.weight"] = weight_of(attention, "q_proj")
-        sources["midlayer.self_attn.k_proj.weight"] = weight_of(attention, "k_proj")
+    for i in range(len(head.upper)):
+        sources |= {f"upper.{i}.{name}": weight for name, weight in parts.items()}
+        sources[f"upper.{i}.input_layernorm.weight"] = before_attention
     taken = ["fc.weight"]
     head.fc.weight.zero_()
     head.fc.weight[:, -d:].fill_diagonal_(1.0)
     for name, weight in head.named_parameters():
         source = sources.get(name)
         # q, k and v read [embedding ; hidden]: the target's weights go to the hidden half.
-        reads_both = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        reads_both = weight.ndim == 2 and weight.shape[1] == 2 * d and name.startswith("midlayer.")
         part = weight[:, d:] if reads_both else weight
         if source is not None and source.shape == part.shape:
             weight.zero_()
             part.copy_(source)
             taken.append(name)
+    for layer in head.transformer[1:]:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
     return taken
 
 

@@ -1,9 +1,10 @@
-"""Training of draft heads: what a run trains, one training from start to end, and when to reuse it.
+"""Training of a draft head, from start to end, and when a trained one is used again.
 
 Used in chapter 06, by the heads' own jobs, and by benchmarks. ``train_head`` trains a head or takes
 the one that lies there, if everything that determines it is the same. It goes through a plan of
-updates, keeps the weights that do best on validation, and resumes after it was killed. What a head
-learns from belongs to ``examples``, one update's loss to ``ttt``, what a head is to ``head``.
+updates, keeps the weights that do best on validation, and resumes after it was killed. Which heads
+a run trains is left to ``contenders``; what a head learns from belongs to ``examples``, one
+update's loss to ``ttt``, what a head is to ``head``.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ from torch import Tensor
 
 from draftlayers.current import changed, code_digest, digest, libraries, read_record, write_record
 from draftlayers.device import join_processes
-from draftlayers.examples import TOP, Examples, TrainingData
-from draftlayers.head import DraftHead, HeadConfig
+from draftlayers.examples import Examples, TrainingData
+from draftlayers.head import DraftHead
+from draftlayers.head_config import HeadConfig
+from draftlayers.optimizers import make_optimizers
 from draftlayers.project import Say, UserError, quiet, write_atomically
-from draftlayers.prompts import Corpus
-from draftlayers.runs import Run
 from draftlayers.spec import RunSpec
 from draftlayers.start import fit_start, start_at_random, start_from_target
-from draftlayers.states import collect
 from draftlayers.targets import Target
 from draftlayers.ttt import STEP_WEIGHT, autocast, precision, ttt_loss, validate
 
@@ -52,7 +52,7 @@ class TrainingSettings:
     batch_tokens
         Answer tokens of an update, about.
     learning_rate
-        Peak of AdamW's learning rate, after a linear warm-up and before a cosine to zero.
+        Peak of the learning rate, after a linear warm-up and before a cosine to zero.
     ttt_steps
         Steps of the training-time test.
     start
@@ -60,16 +60,26 @@ class TrainingSettings:
         store must hold) or ``"random"``.
     train_lm_head
         Whether the output matrix learns, as in EAGLE-3's code, or stays as it starts.
-    fc_norm
-        Whether each input layer has its own norm.
+    fc_norm, norm_output, head_layers
+        The head's shape, as ``HeadConfig`` has it.
+    optimizer
+        ``"adamw"``, or ``"muon"`` for the matrices inside the head.
+    sharpen
+        The target's distributions are raised to this power, so that more counts on its first
+        choice, which is what greedy decoding accepts; 1 leaves them as they are.
+    noise
+        Deviation of the noise added to the target's states, as a share of each state's own size.
     depth
         Depth of the chain that validation judges, as in decoding.
     warmup
         Share of all updates spent warming up.
     clip
         Largest norm of the gradient.
-    betas, weight_decay
+    betas
         AdamW's.
+    weight_decay
+        Share of every weight that an update at the peak learning rate would take away, for each
+        unit of that rate.
     """
 
     epochs: float
@@ -79,6 +89,11 @@ class TrainingSettings:
     start: str = "target"
     train_lm_head: bool = True
     fc_norm: bool = False
+    norm_output: bool = False
+    head_layers: int = 1
+    optimizer: str = "adamw"
+    sharpen: float = 1.0
+    noise: float = 0.0
     depth: int = 5
     warmup: float = 0.05
     clip: float = 0.5
@@ -98,56 +113,6 @@ class TrainingSettings:
             fc_norm=spec.fc_norm,
             depth=spec.depth,
         )
-
-
-# --- What a run trains ---------------------------------------------------------------------------
-
-
-def planned_sets(run: Run) -> dict[str, tuple[int, ...]]:
-    """The layer sets that chapter 06 compares, by name: the default rule's and the chosen one."""
-    selection = run.results("05-selection")
-    sets = {"default": tuple(selection["layers"]["default"])}
-    chosen = tuple(selection["chosen"]["layers"])
-    return sets if chosen in sets.values() else {**sets, "chosen": chosen}
-
-
-def planned_heads(run: Run) -> list[str]:
-    """Names of the heads that chapter 06 will ask for, as ``head_folder`` makes them."""
-    seeds = range(run.spec.seed, run.spec.seed + run.spec.seeds)
-    return [head_folder(run, ls, s).name for ls in planned_sets(run).values() for s in seeds]
-
-
-def head_folder(run: Run, layers: Sequence[int], seed: int) -> Path:
-    """Where a run keeps the head of a layer set and seed; ``parse_head_name`` reads its name."""
-    return run.path("heads", f"{'-'.join(map(str, layers))}-s{seed}")
-
-
-def parse_head_name(name: str) -> tuple[tuple[int, ...], int]:
-    """Layers and seed of a head, from the name of its folder; other names are refused.
-
-    >>> parse_head_name("2-15-27-s0")
-    ((2, 15, 27), 0)
-    """
-    layers, _, seed = name.rpartition("-s")
-    try:
-        return tuple(int(b) for b in layers.split("-")), int(seed)
-    except ValueError:
-        raise UserError(f"{name!r} names no head: expected a name such as 2-15-27-s0") from None
-
-
-def prepare(run: Run, target: Target, corpus: Corpus, say: Say = quiet) -> TrainingData:
-    """Collect what all heads of a run learn from, once for all planned layer sets."""
-    # Boundary N is no input; the start of every head is fitted to it.
-    boundaries = {target.n_layers, *(b for layers in planned_sets(run).values() for b in layers)}
-    conversations, folder = [*corpus.train, *corpus.validation], run.path("states")
-    with run.hold():
-        store = collect(
-            target, conversations, sorted(boundaries), folder, predict="answer", top=TOP, say=say
-        )
-    return TrainingData.split(store, len(corpus.validation), run.spec.draft_vocab)
-
-
-# --- One head ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -213,7 +178,14 @@ def train_head(
         When the data cannot serve, or the loss stops being finite.
     """
     folder = Path(folder)
-    config = HeadConfig.for_target(target, layers, len(data.vocabulary), settings.fc_norm)
+    config = HeadConfig.for_target(
+        target,
+        layers,
+        len(data.vocabulary),
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
+        head_layers=settings.head_layers,
+    )
     causes = causes_of(config, data, target, settings, seed)
     trained = finished(folder, causes, target, say)
     if trained is None:
@@ -280,6 +252,7 @@ class Trainer:
         causes: dict[str, Any],
     ) -> None:
         self.target, self.settings, self.folder, self.causes = target, settings, folder, causes
+        self.seed = seed
         self.rank, self.world = join_processes()
         embedding = target.model.get_input_embeddings().weight
         device = embedding.device
@@ -288,13 +261,22 @@ class Trainer:
         self.head = DraftHead(config, embedding.to(device), data.vocabulary.to(device)).to(device)
         self.head.lm_head.requires_grad_(settings.train_lm_head)
         self.parameters = [p for p in self.head.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
+        self.optimizers = make_optimizers(
+            self.head,
+            settings.optimizer,
+            settings.learning_rate,
+            settings.betas,
+            settings.weight_decay,
         )
+        self.optimizer_of = [
+            next(
+                o
+                for o in self.optimizers
+                for g in o.param_groups
+                if any(p is q for q in g["params"])
+            )
+            for p in self.parameters
+        ]
         self.data, self.held_out = (
             Examples(data.store, config.layers, part, data.vocabulary, config.vocab_size, device)
             for part in (data.train, data.validation)
@@ -376,15 +358,18 @@ class Trainer:
         """One update."""
         chosen = self.batches[self.update]
         rate = self.learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         counts = self.data.loss_counts(chosen, self.settings.ttt_steps)
-        self.optimizer.zero_grad(set_to_none=False)
         report = torch.zeros_like(self.since)
         if mine := chosen[self.rank :: self.world]:
             batch = self.data.batch(mine, self.settings.ttt_steps)
+            if self.settings.noise:
+                self.disturb(batch.states)
             with autocast(self.head.fc.weight.device):
-                loss, report = ttt_loss(self.head, batch, counts)
+                loss, report = ttt_loss(self.head, batch, counts, self.settings.sharpen)
             loss.backward()
         report = self.gather(report.cpu())
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
@@ -395,11 +380,21 @@ class Trainer:
                 f"{norm.item():.3g}, learning rate {rate:.2g}); lower learning_rate, or check the "
                 "collected states for values that are not finite"
             )
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.update += 1
         self.tokens += sum(self.data.answer_tokens[c] for c in chosen)
         self.since += report
         self.since_updates += 1
+
+    def disturb(self, states: Tensor) -> None:
+        """Add noise to states ``[N, K*d]``, each layer's in proportion to its size."""
+        generator = torch.Generator(states.device)
+        generator.manual_seed((self.seed * 1009 + self.update) * self.world + self.rank)
+        for part in states.chunk(self.head.config.k, dim=-1):
+            size = part.square().mean(-1, keepdim=True).sqrt() * self.settings.noise
+            noise = torch.randn(part.shape, generator=generator, device=part.device)
+            part.add_(size * noise)
 
     def gather(self, report: Tensor) -> Tensor:
         """Sum gradients and reports over all processes; means were already taken over all."""
@@ -421,7 +416,8 @@ class Trainer:
     def record(self) -> str:
         """Validate, remember the result, keep the weights if they are the best so far."""
         steps = self.settings.ttt_steps
-        result = validate(self.head, self.held_out, self.settings.depth, steps)
+        settings = self.settings
+        result = validate(self.head, self.held_out, settings.depth, steps, settings.sharpen)
         weights = STEP_WEIGHT ** torch.arange(steps)
         means = self.since / self.since_updates
         record = {
@@ -451,7 +447,7 @@ class Trainer:
         """Everything a later process needs to go on, in one file put in place at once."""
         tensors = {f"head.{k}": v for k, v in self.head.state_dict().items()}
         for i, p in enumerate(self.parameters):
-            for key, value in self.optimizer.state[p].items():
+            for key, value in self.optimizer_of[i].state[p].items():
                 tensors[f"optimizer.{i}.{key}"] = value
         tensors["since"] = self.since
         place = {
@@ -489,7 +485,7 @@ class Trainer:
         )
         for i, p in enumerate(self.parameters):
             prefix = f"optimizer.{i}."
-            self.optimizer.state[p] = {
+            self.optimizer_of[i].state[p] = {
                 k.removeprefix(prefix): v.to(p.device)
                 for k, v in tensors.items()
                 if k.startswith(prefix)

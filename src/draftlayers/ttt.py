@@ -15,8 +15,8 @@ step)::
     x x x .  . . x .  . . x .
     x x x x  . . . x  . . . x
 
-Only indices whose guesses are answer tokens are computed beyond keys and values, which is exact
-and saves most of the work on prompts.
+Only indices whose guesses are answer tokens are computed beyond the keys and values of the last
+layer, which is exact and saves most of the work on prompts.
 """
 
 from __future__ import annotations
@@ -38,35 +38,57 @@ from draftlayers.head import DraftHead
 STEP_WEIGHT = 0.8  # weight of step i is this to the power i, as in EAGLE-3's code
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """Which rows attend together: their places in a grid, and what each sees of the text."""
+
+    slots: Tensor  # [n]
+    mask: Tensor  # [B, Q, T]
+
+
 def training_time_test(head: DraftHead, batch: Batch, steps: int) -> Iterator[Tensor]:
     """The head's states ``[A, d]`` at the active indices, one step after the other.
 
     The states are those before the final norm: pass them to ``head.logits``.
     """
-    layer, attention = head.midlayer, head.midlayer.self_attn
     n_sequences, _, n_keys = batch.mask.shape
     head.ensure_positions(n_keys + steps)
+    layers = head.transformer
 
     def embed(tokens: Tensor) -> Tensor:
         return F.embedding(tokens, head.embedding).float()
 
-    fused = head.fuse(batch.states).float()  # mixed precision leaves the residual stream exact
-    mixed = layer.mix(embed(batch.tokens), fused)
+    active = _Grid(batch.query_slots, batch.mask)
+    causal = torch.ones(n_keys, n_keys, dtype=torch.bool, device=batch.mask.device).tril()
+    everywhere = _Grid(batch.key_slots, causal.expand(n_sequences, -1, -1))
+    hidden = head.fuse(batch.states).float()  # mixed precision leaves the residual stream exact
+    embedded = embed(batch.tokens)
     rotary = head.cos[batch.positions], head.sin[batch.positions]
-    keys, values = (
-        to_grid(x, batch.key_slots, (n_sequences, n_keys)).transpose(1, 2)
-        for x in attention.keys_values(mixed, rotary)
-    )
-    hidden, mixed = fused[batch.active], mixed[batch.active]
+    texts: list[tuple[Tensor, Tensor]] = []  # of each layer, keys and values of the true context
+    chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]  # and those of later steps
+    for layer in layers:
+        mixed = layer.mix(embedded, hidden)
+        keys, values = (
+            to_grid(x, batch.key_slots, (n_sequences, n_keys)).transpose(1, 2)
+            for x in layer.self_attn.keys_values(mixed, rotary)
+        )
+        texts.append((keys, values))
+        who = everywhere
+        if layer is layers[-1]:  # nothing further reads what is not active
+            hidden, mixed, who = hidden[batch.active], mixed[batch.active], active
+            rotary = rotary[0][batch.active], rotary[1][batch.active]
+        queries = layer.self_attn.queries(mixed, rotary)
+        hidden = layer.finish(hidden, attend(queries, keys, values, [], who))
+    yield hidden
     position = batch.positions[batch.active]
-    chain: list[tuple[Tensor, Tensor]] = []
-    for i in range(steps):
+    for i in range(1, steps):
         rotary = head.cos[position + i], head.sin[position + i]
-        if i:
-            mixed = layer.mix(embed(batch.ahead_tokens[i]), hidden)
-            chain.append(attention.keys_values(mixed, rotary))
-        queries = attention.queries(mixed, rotary)
-        hidden = layer.finish(hidden, attend(queries, keys, values, chain, batch))
+        hidden, embedded = head.again(hidden), embed(batch.ahead_tokens[i])
+        for layer, (keys, values), chain in zip(layers, texts, chains, strict=True):
+            mixed = layer.mix(embedded, hidden)
+            chain.append(layer.self_attn.keys_values(mixed, rotary))
+            queries = layer.self_attn.queries(mixed, rotary)
+            hidden = layer.finish(hidden, attend(queries, keys, values, chain, active))
         yield hidden
 
 
@@ -75,7 +97,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     chain: list[tuple[Tensor, Tensor]],
-    batch: Batch,
+    who: _Grid,
 ) -> Tensor:
     """Attention of one step: true context of step 0, and each index's own later steps.
 
@@ -87,30 +109,30 @@ def attend(
         Step 0, ``[B, n_kv_heads, T, head_dim]``.
     chain
         Keys and values ``[A, n_kv_heads, head_dim]`` of steps 1 up to this one.
-    batch
-        Gives the layout and the mask.
+    who
+        Where queries lie, and which keys of step 0 each sees.
 
     Returns
     -------
     Tensor
         ``[A, n_heads * head_dim]``.
     """
-    n_sequences, n_queries, n_keys = batch.mask.shape
+    n_sequences, n_queries, n_keys = who.mask.shape
     n_kv, head_dim = keys.shape[1], keys.shape[-1]
     # [A, n_kv, group, head_dim]: the queries that share a key-value head lie together.
     queries = (queries * head_dim**-0.5).unflatten(1, (n_kv, -1))
-    grid = to_grid(queries, batch.query_slots, (n_sequences, n_queries)).permute(0, 2, 3, 1, 4)
+    grid = to_grid(queries, who.slots, (n_sequences, n_queries)).permute(0, 2, 3, 1, 4)
     scores = grid.flatten(2, 3) @ keys.transpose(-1, -2)
-    scores = scores.unflatten(2, (-1, n_queries)).masked_fill(~batch.mask[:, None, None], -math.inf)
+    scores = scores.unflatten(2, (-1, n_queries)).masked_fill(~who.mask[:, None, None], -math.inf)
     if chain:
         own = torch.stack([(queries * k.unsqueeze(2)).sum(-1) for k, _ in chain], -1)
-        own = to_grid(own, batch.query_slots, (n_sequences, n_queries)).permute(0, 2, 3, 1, 4)
+        own = to_grid(own, who.slots, (n_sequences, n_queries)).permute(0, 2, 3, 1, 4)
         scores = torch.cat((scores, own), -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
     context = weights[..., :n_keys].flatten(2, 3) @ values
-    out = from_grid(context.unflatten(2, (-1, n_queries)), batch.query_slots)
+    out = from_grid(context.unflatten(2, (-1, n_queries)), who.slots)
     if chain:
-        shares = from_grid(weights[..., n_keys:], batch.query_slots)
+        shares = from_grid(weights[..., n_keys:], who.slots)
         for j, (_, v) in enumerate(chain):
             out = out + shares[..., j, None] * v.unsqueeze(2)
     return out.flatten(1)
@@ -147,7 +169,21 @@ def soft_cross_entropy(logits: Tensor, ids: Tensor, p: Tensor) -> Tensor:
     return apply(logits, ids, p)
 
 
-def ttt_loss(head: DraftHead, batch: Batch, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def sharpened(p: Tensor, power: float) -> Tensor:
+    """Distributions ``[..., M]`` raised to a power and normalised again.
+
+    >>> sharpened(torch.tensor([0.8, 0.2, 0.0]), 2.0)
+    tensor([0.9412, 0.0588, 0.0000])
+    """
+    if power == 1:
+        return p
+    p = p**power
+    return p / p.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def ttt_loss(
+    head: DraftHead, batch: Batch, counts: Sequence[int], sharpen: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Loss of a batch: soft cross-entropy of each step, weighted by 0.8^i and summed.
 
     Parameters
@@ -157,6 +193,8 @@ def ttt_loss(head: DraftHead, batch: Batch, counts: Sequence[int]) -> tuple[Tens
     counts
         Guesses of each step in the whole update (of all processes), which each step's mean is
         taken over; its length is the number of steps.
+    sharpen
+        Power of the target's distributions.
 
     Returns
     -------
@@ -172,7 +210,8 @@ def ttt_loss(head: DraftHead, batch: Batch, counts: Sequence[int]) -> tuple[Tens
         logits = head.logits(hidden[chosen])
         hits = (logits.argmax(-1) == batch.top1[label]).sum()
         n = max(counts[i], 1)
-        loss = soft_cross_entropy(logits, batch.draft_ids[label], batch.probabilities[label]) / n
+        aim = sharpened(batch.probabilities[label], sharpen)
+        loss = soft_cross_entropy(logits, batch.draft_ids[label], aim) / n
         total = total + STEP_WEIGHT**i * loss
         report.append(torch.stack((loss.detach(), hits / n)))
     return total, torch.stack(report)
@@ -229,7 +268,12 @@ def walk(runs: Sequence[int]) -> list[int]:
 
 @torch.no_grad()
 def validate(
-    head: DraftHead, data: Examples, depth: int, loss_steps: int, batch_tokens: int = 1024
+    head: DraftHead,
+    data: Examples,
+    depth: int,
+    loss_steps: int,
+    sharpen: float = 1.0,
+    batch_tokens: int = 1024,
 ) -> Validation:
     """Run the training-time test without learning, over all conversations of `data`.
 
@@ -239,6 +283,8 @@ def validate(
         Guesses in the chain that is judged.
     loss_steps
         Steps that the loss counts.
+    sharpen
+        Power of the target's distributions in the loss.
     """
     steps = max(depth, loss_steps)
     loss, trained, hits, guesses = (torch.zeros(steps) for _ in range(4))
@@ -253,9 +299,8 @@ def validate(
             agree[i, asked] = logits.argmax(-1) == batch.top1[label]
             keep = batch.loss_mask[i, asked]
             label = label[keep]
-            loss[i] += soft_cross_entropy(
-                logits[keep], batch.draft_ids[label], batch.probabilities[label]
-            ).cpu()
+            aim = sharpened(batch.probabilities[label], sharpen)
+            loss[i] += soft_cross_entropy(logits[keep], batch.draft_ids[label], aim).cpu()
             trained[i] += len(label)
         hits += agree.sum(1).cpu()
         guesses += batch.in_answer.sum(1).cpu()

@@ -1,0 +1,60 @@
+"""The heads that a run compares: their layer sets, folders, and what all of them learn from.
+
+Used by chapter 06 and by the heads' own jobs. How one head is trained belongs to ``training``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftlayers.examples import TOP, TrainingData
+from draftlayers.project import Say, UserError, quiet
+from draftlayers.prompts import Corpus
+from draftlayers.runs import Run
+from draftlayers.states import collect
+from draftlayers.targets import Target
+
+
+def planned_sets(run: Run) -> dict[str, tuple[int, ...]]:
+    """The layer sets that chapter 06 compares, by name: the default rule's and the chosen one."""
+    selection = run.results("05-selection")
+    sets = {"default": tuple(selection["layers"]["default"])}
+    chosen = tuple(selection["chosen"]["layers"])
+    return sets if chosen in sets.values() else {**sets, "chosen": chosen}
+
+
+def planned_heads(run: Run) -> list[str]:
+    """Names of the heads that chapter 06 will ask for, as ``head_folder`` makes them."""
+    seeds = range(run.spec.seed, run.spec.seed + run.spec.seeds)
+    return [head_folder(run, ls, s).name for ls in planned_sets(run).values() for s in seeds]
+
+
+def head_folder(run: Run, layers: Sequence[int], seed: int) -> Path:
+    """Where a run keeps the head of a layer set and seed; ``parse_head_name`` reads its name."""
+    return run.path("heads", f"{'-'.join(map(str, layers))}-s{seed}")
+
+
+def parse_head_name(name: str) -> tuple[tuple[int, ...], int]:
+    """Layers and seed of a head, from the name of its folder; other names are refused.
+
+    >>> parse_head_name("2-15-27-s0")
+    ((2, 15, 27), 0)
+    """
+    layers, _, seed = name.rpartition("-s")
+    try:
+        return tuple(int(b) for b in layers.split("-")), int(seed)
+    except ValueError:
+        raise UserError(f"{name!r} names no head: expected a name such as 2-15-27-s0") from None
+
+
+def prepare(run: Run, target: Target, corpus: Corpus, say: Say = quiet) -> TrainingData:
+    """Collect what all heads of a run learn from, once for all planned layer sets."""
+    # Boundary N is no input; the start of every head is fitted to it.
+    boundaries = {target.n_layers, *(b for layers in planned_sets(run).values() for b in layers)}
+    conversations, folder = [*corpus.train, *corpus.validation], run.path("states")
+    with run.hold():
+        store = collect(
+            target, conversations, sorted(boundaries), folder, predict="answer", top=TOP, say=say
+        )
+    return TrainingData.split(store, len(corpus.validation), run.spec.draft_vocab)
