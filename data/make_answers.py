@@ -1,8 +1,9 @@
-"""Let a target answer the training prompts, and keep its answers in ``data/answers``.
+"""Let a target answer the prompts that ship, and keep its answers in ``data/answers``.
 
     python data/make_answers.py [--model smollm2-135m] [--limit N]
 
-Two answers of three are greedy, the third is sampled at a low temperature. The file grows as
+Of training prompts two answers of three are greedy, the third is sampled at a low temperature;
+those to validation prompts are all greedy. The file grows as
 batches finish; running the script again goes on where it stopped. For the default target on two
 CPU cores the whole set takes about an hour.
 """
@@ -15,7 +16,7 @@ from typing import Annotated
 import typer
 
 from draftlayers.answers import answer_prompts, shipped_answers
-from draftlayers.prompts import TRAIN, read_prompts
+from draftlayers.prompts import TRAIN, VALIDATION, read_prompts
 from draftlayers.spec import PROFILES
 from draftlayers.targets import load_target
 
@@ -29,16 +30,18 @@ def main(
     target = load_target(model, say=print)
     prompts = read_prompts(TRAIN)[:limit]
     full = PROFILES["full"]
-    answer_prompts(
-        target,
-        prompts,
-        full["answer_tokens"],
-        full["max_prompt_tokens"],
-        shipped_answers(target),
-        say=lambda text: print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True),
-        # What ships is data: it stays valid for this target when the code that wrote it changes.
-        causes={"target": target.digest},
-    )
+    for some, greedy in ((read_prompts(VALIDATION), True), (prompts, False)):
+        answer_prompts(
+            target,
+            some,
+            full["answer_tokens"],
+            full["max_prompt_tokens"],
+            shipped_answers(target),
+            say=lambda text: print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True),
+            # What ships is data: it stays valid when the code that wrote it changes.
+            causes={"target": target.digest},
+            greedy=greedy,
+        )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftlayers import asking
-from draftlayers.asking import REASONS, Likeness, ask, opening_of, shingles
+from draftlayers.asking import REASONS, Likeness, ask, load_asked, opening_of, shingles
 from draftlayers.prompts import HELDOUT, Prompt, read_prompts
 from draftlayers.targets import tiny_target
 
@@ -115,3 +115,15 @@ def test_likeness_is_the_share_of_common_runs_of_words():
 def test_every_reason_says_what_is_wrong():
     assert all(text.split()[0] in ("did", "holds", "has", "repeats", "is") for text in
                REASONS.values())  # fmt: skip
+
+
+def test_what_comes_to_be_held_out_later_is_taken_back(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(asking, "ROUND", 6)
+    monkeypatch.setattr(asking, "_text", lambda target, words, ids: f"{words} {ids}")
+    path = tmp_path / "asked.json"
+    first = ask(tiny, 8, path)
+    apart = [Prompt("x", "qa", first.prompts[2].turns)]
+    again = ask(tiny, 3, path, apart)
+    assert again.prompts == first.prompts[:2] + first.prompts[3:] and again.rounds == first.rounds
+    assert again.left_out["held out"] == first.left_out["held out"] + 1
+    assert load_asked(path, tiny) == again == ask(tiny, 3, path, apart)

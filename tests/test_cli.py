@@ -76,7 +76,7 @@ def test_models_are_listed_with_their_licences():
 
 def test_select_prints_layers_and_saves_the_picture(tmp_path):
     arguments = ["select", "tiny", "-k", 2, "--tokens", 600, "--runs", tmp_path]
-    small = ["-p", "generated_conversations=12", "-p", "answer_tokens=12", "-p", "bootstrap=10"]
+    small = ["-p", "train_conversations=12", "-p", "answer_tokens=12", "-p", "bootstrap=10"]
     result = CliRunner().invoke(app, [str(a) for a in [*arguments, *small, "--json"]])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from draftlayers import asking, corpus
-from draftlayers.answers import Answer, prompt_number, save_answers
+from draftlayers.answers import Answer, load_answers, own_causes, prompt_number, save_answers
 from draftlayers.corpus import enlarge, heldout_prompts, load_corpus
 from draftlayers.project import UserError
-from draftlayers.prompts import HELDOUT, TRAIN, read_prompts
+from draftlayers.prompts import HELDOUT, TRAIN, VALIDATION, read_prompts
 from draftlayers.runs import Run
 from draftlayers.spec import RunSpec
 from draftlayers.targets import tiny_target
@@ -32,19 +32,20 @@ def test_each_part_reads_what_it_needs(tiny, tmp_path):
     heldout_prompts(tiny, decoding)
     assert "heldout_prompts" not in learning.reading.parameters
     assert set(decoding.reading.parameters) == {"heldout_prompts", "max_prompt_tokens"}
-    assert [name for name in learning.reading.files if "train.jsonl" in name]
+    for name in ("train", "validation"):
+        assert f"data/prompts/{name}.jsonl" in learning.reading.files
     assert [name for name in decoding.reading.files] == ["data/prompts/heldout.jsonl"]
 
 
 @pytest.fixture
 def shipped(tiny, tmp_path, monkeypatch):
-    """Answers that ship with the target: forty, every fourth cut at its limit of 16 tokens."""
+    """Answers that ship with the target, every fourth cut at its limit of 16 tokens."""
     path = tmp_path / "shipped.safetensors"
     answers = [
         Answer(
             p.id, prompt_number(tiny.render(p.turns)), 0.0, 16, 0, [5] * (16 if i % 4 == 0 else 9)
         )
-        for i, p in enumerate(read_prompts(TRAIN)[:40])
+        for i, p in enumerate([*read_prompts(TRAIN)[:40], *read_prompts(VALIDATION)[:8]])
     ]
     save_answers(path, answers, {"target": tiny.digest})
     monkeypatch.setattr(corpus, "shipped_answers", lambda target: path)
@@ -66,12 +67,26 @@ def test_shipped_answers_are_used_as_they_are(tiny, tmp_path, shipped):
 
 def test_longer_answers_are_written_where_shipped_ones_were_cut(tiny, tmp_path, shipped):
     found = load_corpus(tiny, made(tmp_path, answer_tokens=24))
-    prompts = [p.id for p in read_prompts(TRAIN)]
+    prompts = [p.id for p in [*read_prompts(TRAIN)[:40], *read_prompts(VALIDATION)]]
     for conversation in [*found.train, *found.validation]:
         if prompts.index(conversation.id) % 4:
             assert conversation.answer_ids == (5,) * 9
         else:
             assert conversation.answer_ids[:2] != (5, 5)
+
+
+def test_answers_that_validate_are_greedy_and_share_no_prompt_with_the_others(tiny, tmp_path):
+    run = made(tmp_path, train_conversations=9, validation_conversations=7)
+    found = load_corpus(tiny, run)
+    ids = [p.id for p in read_prompts(VALIDATION)]
+    assert [c.id for c in found.validation] == ids[:7]
+    written = {
+        name: load_answers(run.path("corpus", f"{name}.safetensors"), own_causes(tiny))
+        for name in ("answers", "validation")
+    }
+    assert {a.temperature for a in written["validation"]} == {0.0}
+    assert {a.temperature for a in written["answers"]} == {0.0, 0.5}
+    assert not {a.id for a in written["answers"]} & set(ids)
 
 
 def test_answers_of_another_target_do_not_count(tiny, tmp_path, shipped):
@@ -113,10 +128,10 @@ def test_a_target_that_asks_itself_learns_from_that_first(tiny, tmp_path, shippe
     assert sum(len(a.tokens) for a in answers) >= 150 and asked.rounds > 1
     assert {a.id for a in answers} <= {p.id for p in asked.prompts}
     found = load_corpus(tiny, run)
-    ids = [c.id for c in [*found.train, *found.validation]]
+    ids = [c.id for c in found.train]
     told = {a.id for a in answers if len(a.tokens) > 1}
     assert ids[: len(told)] == [p.id for p in asked.prompts if p.id in told]
-    assert all(c.id.startswith("train-") for c in found.validation)
+    assert all(c.id.startswith("validation-") for c in found.validation)
     said: list[str] = []
     assert enlarge(tiny, run, 100, say=said.append) == (asked, answers) and not said
     # Another target's questions do not count.

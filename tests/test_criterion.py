@@ -21,7 +21,7 @@ from draftlayers.targets import Target
 
 SMALL = {
     "stat_tokens": 3000,
-    "generated_conversations": 24,
+    "train_conversations": 24,
     "answer_tokens": 32,
     "lens_tokens": 64,
     "bootstrap": 12,

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from draftlayers.project import PROJECT, UserError
-from draftlayers.prompts import HELDOUT, TRAIN, Prompt, read_prompts
+from draftlayers.prompts import HELDOUT, TRAIN, VALIDATION, Prompt, read_prompts
 
 KINDS = {"conversation", "translation", "summarization", "qa", "math", "rag", "code"}
 
 
 def test_shipped_prompts_cover_all_kinds_and_do_not_overlap():
-    train, heldout = read_prompts(TRAIN), read_prompts(HELDOUT)
-    assert len(train) >= 400 and len(heldout) >= 60
-    assert {p.kind for p in train} == {p.kind for p in heldout} == KINDS
-    assert {p.kind for p in train[:7]} == KINDS  # every prefix is balanced
-    texts = [" ".join(p.turns[0].lower().split()) for p in train + heldout]
+    train, *apart = (read_prompts(path) for path in (TRAIN, VALIDATION, HELDOUT))
+    assert len(train) >= 400 and all(len(part) >= 60 for part in apart)
+    assert all({p.kind for p in part} == KINDS for part in (train, *apart))
+    texts = [" ".join(p.turns[0].lower().split()) for part in (train, *apart) for p in part]
     assert len(set(texts)) == len(texts)
+    for part in (train, apart[0]):  # every prefix is balanced
+        assert len({p.kind for p in part[:7]}) == 7
+
+
+def test_prompts_that_judge_share_no_wording_with_what_is_learned_from():
+    """No more than a fifth of the runs of five words of either of two prompts."""
+    parts = [read_prompts(path) for path in (TRAIN, VALIDATION, HELDOUT)]
+    runs = [{p.id: five_words(p.turns[0]) for p in part} for part in parts]
+    for mine, others in ((runs[1], runs[0]), (runs[2], runs[0]), (runs[1], runs[2])):
+        for name, found in mine.items():
+            if len(found) < 6:  # a short question has few words, all of them common
+                continue
+            alike = max(others, key=lambda other: len(found & others[other]))
+            shared = len(found & others[alike])
+            assert shared <= 0.2 * min(len(found), len(others[alike])) or shared <= 1, (name, alike)
+
+
+def five_words(text):
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + 5]) for i in range(len(words) - 4)}
 
 
 def test_spec_bench_questions_are_read(tmp_path):

@@ -23,7 +23,7 @@ from draftlayers.current import changed, code_digest
 from draftlayers.project import DATA, Say, quiet, write_atomically
 from draftlayers.prompts import Prompt
 from draftlayers.targets import Target
-from draftlayers.writing import Request, Writer, fast_twin, precision
+from draftlayers.writing import Request, Writer, Writes, fast_twin, precision
 
 # Every third answer is sampled at this temperature, the others are greedy: users decode in both
 # ways, and a head that has only seen greedy text is lost after the first surprise.
@@ -135,6 +135,8 @@ def answer_prompts(
     seed: int = 0,
     say: Say = quiet,
     causes: Mapping[str, Any] | None = None,
+    greedy: bool = False,
+    writer: Writes | None = None,
 ) -> list[Answer]:
     """The target's answers to all prompts that are short enough, kept in ``path`` as they come.
 
@@ -147,6 +149,10 @@ def answer_prompts(
     ----------
     causes
         What the file says that its answers depend on; default ``own_causes``.
+    greedy
+        Whether no answer is sampled.
+    writer
+        What writes; default the target itself, in the precision that is fastest here.
     """
     causes = own_causes(target) if causes is None else causes
     rendered = [target.render(prompt.turns) for prompt in prompts]
@@ -163,10 +169,11 @@ def answer_prompts(
         groups.append([i for i in group if prompts[i].id not in done])
     total = sum(len(a.tokens) for a in done.values())
     wanted = len(done) + sum(map(len, groups))
-    writer = Writer(fast_twin(target)) if any(groups) else None
+    if writer is None and any(groups):
+        writer = Writer(fast_twin(target))
     for group in filter(None, groups):
         assert writer is not None  # there is something to write
-        temperatures = [temperature_of(i) for i in group]
+        temperatures = [0.0 if greedy else temperature_of(i) for i in group]
         requests = [
             Request(rendered[i], max_new_tokens, temperature, seed + numbers[prompts[i].id])
             for i, temperature in zip(group, temperatures, strict=True)

@@ -22,7 +22,7 @@ from draftlayers.current import changed, read_record, write_record
 from draftlayers.project import Say, quiet
 from draftlayers.prompts import Prompt
 from draftlayers.targets import Target
-from draftlayers.writing import Request, Writer, fast_twin
+from draftlayers.writing import Request, Writer, Writes, fast_twin
 
 FREE = "free"  # the kind of questions whose beginning is left to the target, too
 # First words of a user's turn, a few for each kind of the prompts that ship.
@@ -142,6 +142,7 @@ def ask(
     apart: Sequence[Prompt] = (),
     seed: int = 0,
     say: Say = quiet,
+    writer: Writes | None = None,
 ) -> Asked:
     """Let the target write questions until this many are kept, or hardly any new one comes.
 
@@ -152,17 +153,24 @@ def ask(
     ----------
     apart
         Prompts that no question may come near: those that are held out for measuring.
+    writer
+        What writes; default the target itself, in the precision that is fastest here.
     """
-    causes = {"seed": seed, "apart": [turn for prompt in apart for turn in prompt.turns]}
-    asked = load_asked(path, target, **causes)
-    heldout = Likeness(turn for prompt in apart for turn in prompt.turns)
+    turns = [turn for prompt in apart for turn in prompt.turns]
+    causes, heldout = {"seed": seed, "apart": turns}, Likeness(turns)
+    asked = load_asked(path, target, seed=seed)
+    if asked.rounds and load_asked(path, target, **causes).rounds == 0:
+        # What is held out has changed since: questions that were kept may be like it now.
+        far = [prompt for prompt in asked.prompts if not heldout.like(prompt.turns[0])]
+        asked.left_out["held out"] += len(asked.prompts) - len(far)
+        asked.prompts = far
+        _keep(path, asked, target, causes)
     before = Likeness(prompt.turns[0] for prompt in asked.prompts)
-    writer = Writer(fast_twin(target)) if len(asked.prompts) < count else None
+    if writer is None and len(asked.prompts) < count:
+        writer = Writer(fast_twin(target))
     while writer and len(asked.prompts) < count:
         kept = _round(target, writer, asked, heldout, before, seed)
-        rows = [asdict(prompt) for prompt in asked.prompts]
-        record = {"rounds": asked.rounds, "left_out": asked.left_out, "prompts": rows}
-        write_record(path, {"causes": {"target": target.digest, **causes}, **record})
+        _keep(path, asked, target, causes)
         say(f"asked {asked.written:,} questions, kept {len(asked.prompts):,} of {count:,}")
         if kept < ROUND / 50:
             say("hardly any new question comes, so no more are asked")
@@ -170,8 +178,15 @@ def ask(
     return asked
 
 
+def _keep(path: Path, asked: Asked, target: Target, causes: dict[str, Any]) -> None:
+    """Write down what has been asked so far."""
+    rows = [asdict(prompt) for prompt in asked.prompts]
+    record = {"rounds": asked.rounds, "left_out": asked.left_out, "prompts": rows}
+    write_record(path, {"causes": {"target": target.digest, **causes}, **record})
+
+
 def _round(
-    target: Target, writer: Writer, asked: Asked, heldout: Likeness, before: Likeness, seed: int
+    target: Target, writer: Writes, asked: Asked, heldout: Likeness, before: Likeness, seed: int
 ) -> int:
     """Write one round of questions and keep the good ones; how many they are."""
     numbers = range(asked.written, asked.written + ROUND)

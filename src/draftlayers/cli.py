@@ -193,6 +193,13 @@ def answer(
         list[Path],
         typer.Option(metavar="FILE", help="Prompts that no question may come near."),
     ] = [],  # noqa: B006
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="OpenAI-compatible server of the target, which writes."),
+    ] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="What the server calls the target; default its first model.")
+    ] = None,
     parameter: Parameters = [],  # noqa: B006
     runs: Runs = None,
 ) -> None:
@@ -200,6 +207,7 @@ def answer(
     from draftlayers.asking import REASONS
     from draftlayers.corpus import enlarge, own_corpus
     from draftlayers.prompts import read_prompts
+    from draftlayers.served import Served
     from draftlayers.targets import open_target
 
     this = _open(model, "full", parameter, runs)
@@ -211,7 +219,9 @@ def answer(
 
     started = time.monotonic()
     with this.hold():
-        asked, answers = enlarge(open_target(this, say), this, tokens, others, say)
+        target = open_target(this, say)
+        writer = Served(target, server, served_name) if server else None
+        asked, answers = enlarge(target, this, tokens, others, say, writer)
     table = Table("questions", "", "")
     table.add_row(f"{asked.written:,}", "written", "")
     for name, count in asked.left_out.items():
@@ -241,7 +251,9 @@ def select(
     from draftlayers.selection import diversity, some_sets
     from draftlayers.targets import open_target
 
-    pairs = [f"k={k}", f"stat_tokens={tokens}", *parameter]
+    # Nothing is trained, so no more answers are needed than hold so many positions.
+    few = [f"train_conversations={max(24, tokens // 64)}", "validation_conversations=1"]
+    pairs = [f"k={k}", f"stat_tokens={tokens}", *few, *parameter]
     this = _open(model, "quick", pairs, runs)
     _check(this, "select")
 

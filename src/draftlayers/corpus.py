@@ -6,7 +6,7 @@ It puts together what ``prompts`` reads and ``answers`` writes, and knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftlayers.answers import (
@@ -21,6 +21,7 @@ from draftlayers.project import Say, UserError, quiet
 from draftlayers.prompts import (
     HELDOUT,
     TRAIN,
+    VALIDATION,
     Conversation,
     Corpus,
     Prompt,
@@ -29,17 +30,20 @@ from draftlayers.prompts import (
 )
 from draftlayers.runs import Run
 from draftlayers.targets import Target
+from draftlayers.writing import Writes
+
+FEWEST_TOKENS = 2  # of an answer; a head guesses the second one first
 
 
 def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
     """Training and validation conversations of a run.
 
-    Of a target with shipped answers the prompts that were answered count, and only answers that
-    were cut short of ``answer_tokens``, or that no longer belong to their prompt, are written
-    again. Any other target writes all answers itself. At most ``generated_conversations`` are
-    written, into the run's ``corpus`` folder. What ``draftlayers answer`` has written for the
-    target comes first, so that what validates is of another kind. To a user's own prompts all
-    answers are written; those that are held out for decoding are left out.
+    What ``draftlayers answer`` has written for the target is learned from first, then answers to
+    the prompts that ship. Those that validate are answers to other prompts, written by hand as the
+    held-out ones are, so that no template is shared. Answers that are at hand are used; those that
+    are missing, were cut short of ``answer_tokens`` or no longer belong to their prompt are written
+    into the run's ``corpus`` folder. A user's own prompts take the place of both kinds, and the
+    last of them validate.
 
     Raises
     ------
@@ -47,61 +51,85 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
         When fewer conversations remain than training needs.
     """
     spec = run.spec
+    train, validation = spec.train_conversations, spec.validation_conversations
     prompts = training_prompts(run, say)
-    wanted = spec.train_conversations + spec.validation_conversations
-    validation = spec.validation_conversations
-    causes = {"target": target.digest}
-    shipped: dict[str, Answer] = {}
+    known: dict[str, Answer] = {}
     if spec.prompts is None:
-        path = run.uses(shipped_answers(target))
-        shipped = {answer.id: answer for answer in load_answers(path, causes, say)}
-        own = [run.uses(place) for place in own_corpus(run)]
-        prompts = [*load_asked(own[0], target).prompts, *prompts]
-        shipped |= {answer.id: answer for answer in load_answers(own[1], causes, say)}
-    if shipped:
-        lengths = {p.id: len(target.render(p.turns)) for p in prompts if p.id in shipped}
-        fitting = [
-            p
-            for p in prompts
-            if lengths.get(p.id, spec.max_prompt_tokens + 1) <= spec.max_prompt_tokens
-            and len(shipped[p.id].tokens) >= 2
-        ]
-        prompts = fitting[:wanted]
+        causes, (asked, answers) = {"target": target.digest}, map(run.uses, own_corpus(run))
+        ours = load_answers(run.uses(shipped_answers(target)), causes, say)
+        own = {answer.id: answer for answer in load_answers(answers, causes, say)}
+        known = {answer.id: answer for answer in ours} | own
+        prompts = [*(p for p in load_asked(asked, target).prompts if p.id in own), *prompts]
+        judged = _usable(target, run, read_prompts(run.uses(VALIDATION)), known, validation)
+        learned = _usable(target, run, prompts, known, train)
     else:
-        limit = spec.generated_conversations
-        if wanted > limit:
-            validation = max(2, validation * limit // wanted)
-        prompts = prompts[: min(wanted, limit)]
-    unanswered = [
+        usable = _usable(target, run, prompts, known, train + validation)
+        if len(usable) < train + validation:
+            validation = max(2, validation * len(usable) // (train + validation))
+        learned, judged = usable[:-validation], usable[-validation:]
+    found = [
+        _conversations(target, run, some, known, place, say)
+        for some, place in ((learned, "answers"), (judged, "validation"))
+    ]
+    if len(found[0]) < 2 or not found[1]:
+        raise UserError(
+            f"only {len(found[0])} conversations to learn from and {len(found[1])} to validate on "
+            f"are at hand, and 2 and 1 are needed; raise max_prompt_tokens (now "
+            f"{spec.max_prompt_tokens}), or give more prompts"
+        )
+    return Corpus(*found)
+
+
+def _usable(
+    target: Target, run: Run, prompts: Sequence[Prompt], known: Mapping[str, Answer], count: int
+) -> list[Prompt]:
+    """The first prompts that are short enough, and whose answer, if it is known, is of use."""
+    found: list[Prompt] = []
+    for prompt in prompts:
+        if len(found) == count:
+            break
+        if prompt.id in known and len(known[prompt.id].tokens) < FEWEST_TOKENS:
+            continue
+        if len(target.render(prompt.turns)) <= run.spec.max_prompt_tokens:
+            found.append(prompt)
+    return found
+
+
+def _conversations(
+    target: Target,
+    run: Run,
+    prompts: Sequence[Prompt],
+    known: Mapping[str, Answer],
+    place: str,
+    say: Say,
+) -> list[Conversation]:
+    """Prompts with their answers, of which those that are missing are written."""
+    spec = run.spec
+    missing = [
         p
         for p in prompts
-        if p.id not in shipped
-        or not shipped[p.id].fits(
+        if p.id not in known
+        or not known[p.id].fits(
             prompt_number(target.render(p.turns)),
             spec.answer_tokens,
-            shipped[p.id].seed,  # which draw was shipped is no parameter of the run
+            known[p.id].seed,  # which draw was shipped is no parameter of the run
         )
     ]
-    written = []
-    if unanswered:
+    written = list[Answer]()
+    if missing:
         with run.hold():
             written = answer_prompts(
                 target,
-                unanswered[: spec.generated_conversations],
+                missing,
                 spec.answer_tokens,
                 spec.max_prompt_tokens,
-                run.path("corpus", "answers.safetensors"),
+                run.path("corpus", f"{place}.safetensors"),
                 spec.seed,
                 say,
+                greedy=place == "validation",  # what is estimated is greedy decoding
             )
-    answers = [*shipped.values(), *written]
-    found = pair(target, prompts, answers, spec.max_prompt_tokens, spec.answer_tokens)[:wanted]
-    if len(found) < validation + 2:
-        raise UserError(
-            f"only {len(found)} conversations are at hand and {validation} go to "
-            "validation; raise max_prompt_tokens or generated_conversations"
-        )
-    return Corpus(found[:-validation], found[-validation:])
+    answers = [*known.values(), *written]
+    return pair(target, prompts, answers, spec.max_prompt_tokens, spec.answer_tokens)
 
 
 def own_corpus(run: Run) -> tuple[Path, Path]:
@@ -114,7 +142,12 @@ def own_corpus(run: Run) -> tuple[Path, Path]:
 
 
 def enlarge(
-    target: Target, run: Run, tokens: int, apart: Sequence[Prompt] = (), say: Say = quiet
+    target: Target,
+    run: Run,
+    tokens: int,
+    apart: Sequence[Prompt] = (),
+    say: Say = quiet,
+    writer: Writes | None = None,
 ) -> tuple[Asked, list[Answer]]:
     """Let the target ask and answer until its answers have this many tokens.
 
@@ -123,7 +156,9 @@ def enlarge(
     Parameters
     ----------
     apart
-        Prompts that no question may come near, beside those of ``data/prompts/heldout.jsonl``.
+        Prompts that no question may come near, beside those that this project holds out.
+    writer
+        What writes questions and answers; default the target itself.
 
     Returns
     -------
@@ -131,10 +166,11 @@ def enlarge(
         All questions so far, and the answers to those that are short enough.
     """
     spec, (questions, path) = run.spec, own_corpus(run)
-    heldout = [*read_prompts(run.uses(HELDOUT)), *apart]
+    heldout = [p for path in (HELDOUT, VALIDATION) for p in read_prompts(run.uses(path))]
+    heldout += apart
     wanted = 1
     while True:
-        asked = ask(target, wanted, questions, heldout, spec.seed, say)
+        asked = ask(target, wanted, questions, heldout, spec.seed, say, writer)
         answers = answer_prompts(
             target,
             asked.prompts,
@@ -144,6 +180,7 @@ def enlarge(
             spec.seed,
             say,
             {"target": target.digest},  # data, which stays when the code that wrote it changes
+            writer=writer,
         )
         total = sum(len(answer.tokens) for answer in answers)
         if total >= tokens or len(asked.prompts) < wanted:
@@ -164,7 +201,7 @@ def training_prompts(run: Run, say: Say = quiet) -> list[Prompt]:
     if run.spec.prompts is None:
         return read_prompts(run.uses(TRAIN))
     own = read_prompts(run.uses(Path(run.spec.prompts)))
-    heldout = {prompt.turns[0].strip() for prompt in read_prompts(run.uses(HELDOUT))}
+    heldout = {p.turns[0].strip() for p in read_prompts(run.uses(HELDOUT))}
     apart = [prompt for prompt in own if prompt.turns[0].strip() not in heldout]
     if len(apart) < len(own):
         say(f"{len(own) - len(apart)} of your prompts are held out for decoding and left out")
@@ -214,7 +251,7 @@ def pair(
             continue
         ids, answer = target.render(prompt.turns), by_id[prompt.id]
         same = answer.prompt == prompt_number(ids)
-        if same and len(ids) <= max_prompt and len(answer.tokens) >= 2:
+        if same and len(ids) <= max_prompt and len(answer.tokens) >= FEWEST_TOKENS:
             tokens = tuple(answer.tokens[:max_answer])
             found.append(Conversation(prompt.id, prompt.kind, tuple(ids), tokens))
     return found

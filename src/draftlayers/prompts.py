@@ -18,7 +18,10 @@ from typing import Any
 
 from draftlayers.project import DATA, UserError
 
-TRAIN, HELDOUT = DATA / "prompts" / "train.jsonl", DATA / "prompts" / "heldout.jsonl"
+# What heads learn from, what picks the best of their weights, and what is decoded with them.
+TRAIN, VALIDATION, HELDOUT = (
+    DATA / "prompts" / f"{name}.jsonl" for name in ("train", "validation", "heldout")
+)
 # Who speaks in files of conversations. Any other name is refused: were it the user's, a turn would
 # be lost without a word.
 USERS = frozenset({"human", "user"})

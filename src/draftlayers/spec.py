@@ -70,9 +70,6 @@ class RunSpec(BaseModel):
     )
     train_conversations: Count = Field(ge=2, description="conversations the heads learn from")
     validation_conversations: Count = Field(ge=1, description="conversations that pick the epoch")
-    generated_conversations: Count = Field(
-        ge=4, description="most conversations a target without shipped answers writes itself"
-    )
     heldout_prompts: Count = Field(ge=1, description="prompts decoded in the speed chapter")
     max_prompt_tokens: Count = Field(ge=8, description="longer prompts are left out")
     answer_tokens: Count = Field(ge=8, description="tokens the target may answer with")
@@ -190,7 +187,6 @@ class RunSpec(BaseModel):
 _SIZES: dict[str, tuple[float, float, float]] = {
     "train_conversations": (24, 240, 3200),
     "validation_conversations": (6, 21, 70),
-    "generated_conversations": (30, 96, 3270),
     "heldout_prompts": (7, 21, 84),
     "max_prompt_tokens": (480, 320, 320),
     "answer_tokens": (24, 128, 128),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +58,13 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     ended: Callable[[list[int]], bool] | None = None
+
+
+class Writes(Protocol):
+    """Anything that continues sequences: ``Writer``, or a server (``served.Served``)."""
+
+    def write(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[int]]]:
+        """Number of a request and its new tokens, as they are finished."""
 
 
 @dataclass
