@@ -137,7 +137,8 @@ def package(tmp_path, monkeypatch):
     files = {
         "__init__.py": '"""Package."""\n',
         "work.py": (
-            '"""Work."""\nfrom draftlayers.part import CONSTANT\nfrom draftlayers import runs, spec\n'
+            '"""Work."""\nfrom draftlayers.part import CONSTANT\n'
+            "from draftlayers import runs, spec\n"
         ),
         "part.py": "import draftlayers.deep.inner\nCONSTANT = 1  # a remark\n",
         "other.py": "X = 1\n",

@@ -1,4 +1,4 @@
-"""Runs are described by types: mistakes are refused in words, files are whole or absent."""
+"""Runs are described by types: values arrive as meant, and mistakes are refused in words."""
 
 from __future__ import annotations
 

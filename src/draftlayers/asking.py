@@ -123,9 +123,9 @@ def shingles(text: str) -> list[tuple[str, ...]]:
 def load_asked(path: Path, target: Target, **causes: Any) -> Asked:
     """Questions that a target has kept in a file.
 
-    None when the file is missing, is another target's, or was made with other values of the causes
-    that are asked for. Questions are data: they stay what they are when the code that wrote them
-    changes.
+    No questions when the file is missing, is another target's, or was made with other values of the
+    causes that are asked for. Questions are data: they stay what they are when the code that wrote
+    them changes.
     """
     record = read_record(path) or {}
     was, causes = record.get("causes", {}), {"target": target.digest, **causes}

@@ -3,7 +3,7 @@
 Used by the command line and by the jobs of a run, which refuse by name and reason what would only
 fail in a later chapter. ``check`` reads a model's configuration and tokenizer and loads no weights;
 ``check_target`` completes the table with what only an open target shows, by trying it. How each of
-these things is done belongs to ``targets``, ``answers``, ``head`` and ``engine``.
+these things is done belongs to ``targets``, ``writing``, ``head`` and ``engine``.
 """
 
 from __future__ import annotations

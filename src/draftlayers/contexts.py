@@ -1,6 +1,6 @@
 """How long a sequence a model can take, as its configuration and tokenizer tell.
 
-Used by ``targets`` (the context a model was made for), and by ``answers`` and ``engine`` (the
+Used by ``targets`` (the context a model was made for), and by ``writing`` and ``engine`` (the
 length up to which a cache stays right).
 """
 

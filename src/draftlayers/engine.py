@@ -1,10 +1,10 @@
 """The engine: runs the target's passes for decoding, fast, with a cache that can forget.
 
-Used by chapter 07, and by ``writing`` for its passes. An ``Engine`` takes some new tokens, shaped
-as a chain or as a tree, and gives the target's logits and the residual stream at chosen boundaries;
-afterwards it keeps the keys and values of the accepted tokens and drops the others. What to draft
-and what to accept is left to ``decoding``; the ways to run a pass to ``passes``; how long things
-take to ``speed``.
+Used by chapter 07, by ``writing`` in chapter 01 for its passes, and by ``capabilities``, which
+tries one out. An ``Engine`` takes some new tokens, shaped as a chain or as a tree, and gives the
+target's logits and the residual stream at chosen boundaries; afterwards it keeps the keys and
+values of the accepted tokens and drops the others. What to draft and what to accept is left to
+``decoding``; the ways to run a pass to ``passes``; how long things take to ``speed``.
 
 An engine takes the first way that gives the model's own logits, which it tries out before anything
 is decoded: the lean pass for decoders of Llama's shape on a CPU, then Hugging Face's code with

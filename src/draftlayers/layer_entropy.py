@@ -419,7 +419,7 @@ def replicated_shares(
     weights: Tensor,
     overlaps: Tensor,
 ) -> NDArray[Any]:
-    """Entropies in bootstrap replicates, as ``selection.stability`` wants them.
+    """Entropies in bootstrap replicates, as ``stability.bootstrap_choice`` wants them.
 
     Parameters
     ----------

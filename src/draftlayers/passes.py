@@ -1,10 +1,11 @@
 """Ways to run one pass of the target over new tokens, and the cache they read and fill.
 
-Used by chapters 01 and 07 through ``engine``, which chooses among them and checks what they give.
-All take the new tokens, their positions, and who may see whom, and give logits and the residual
-stream at the boundaries of the session. ``HuggingFacePass`` runs the model's own code with masks of
-ours, and as CUDA graphs where it can; ``ChainPass`` leaves the masks to the model; ``LlamaPass`` is
-a lean twin of one family for a CPU, which also reads several sequences at once.
+Used in chapters 01 and 07: by ``engine``, which chooses among them and checks what they give, and
+by ``writing``, which runs ``LlamaPass`` over many sequences. All take the new tokens, their
+positions, and who may see whom, and give logits and the residual stream at the boundaries of the
+session. ``HuggingFacePass`` runs the model's own code with masks of ours, and as CUDA graphs where
+it can; ``ChainPass`` leaves the masks to the model; ``LlamaPass`` is a lean twin of one family for
+a CPU, which also reads several sequences at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prompts, one user request each, and the conversations that begin with them.
 
-Used by chapter 01 for what the target answers, and by chapters 06 and 07 for what is decoded. How
-answers come about is left to ``answers``.
+Used by chapters 01 and 06 for conversations, and by chapter 07 for what is decoded; ``asking``
+makes more prompts. How answers come about is left to ``answers``.
 """
 
 from __future__ import annotations

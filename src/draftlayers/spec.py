@@ -71,7 +71,7 @@ class RunSpec(BaseModel):
     train_conversations: Count = Field(ge=2, description="conversations the heads learn from")
     validation_conversations: Count = Field(ge=1, description="conversations that pick the epoch")
     generated_conversations: Count = Field(
-        ge=4, description="most conversations a target without shipped answers writes itself"
+        ge=4, description="most answers that the target writes for the run"
     )
     heldout_prompts: Count = Field(ge=1, description="prompts decoded in the speed chapter")
     max_prompt_tokens: Count = Field(ge=8, description="longer prompts are left out")

@@ -3,7 +3,7 @@
 Used by every chapter. A ``Target`` is a causal language model with its tokenizer, its prompt
 format, a way to record the residual stream at any boundary, and ``unembed``, which turns a
 residual state into logits exactly as the model does. Where its files come from is left to
-``weights``; how hidden states are stored to ``states``; how text is generated to ``corpus`` and
+``weights``; how hidden states are stored to ``states``; how text is generated to ``writing`` and
 ``decoding``.
 
 Boundary b (0..N) is the residual stream entering layer b, which is what leaves layer b-1: b = 0
