@@ -7,7 +7,7 @@ import json
 import pytest
 
 from draftlayers import asking, corpus
-from draftlayers.answers import Answer, prompt_number, save_answers
+from draftlayers.answers import Answer, load_answers, prompt_number, save_answers
 from draftlayers.corpus import enlarge, heldout_prompts, load_corpus
 from draftlayers.project import UserError
 from draftlayers.prompts import HELDOUT, TRAIN, read_prompts
@@ -81,8 +81,21 @@ def test_answers_of_another_target_do_not_count(tiny, tmp_path, shipped):
 
 
 def test_too_few_conversations_are_refused(tiny, tmp_path):
-    with pytest.raises(UserError, match="raise max_prompt_tokens"):
+    few = r"only 0 .* and 8 are needed, 6 of them to validate on; raise .* generated_conversations"
+    with pytest.raises(UserError, match=few):
         load_corpus(tiny, made(tmp_path, max_prompt_tokens=8))
+
+
+def test_too_few_shipped_or_own_conversations_have_their_own_remedy(tiny, tmp_path, shipped):
+    save_answers(
+        shipped, load_answers(shipped, {"target": tiny.digest})[:4], {"target": tiny.digest}
+    )
+    with pytest.raises(UserError, match=r"only 4 .*\(draftlayers answer\)"):
+        load_corpus(tiny, made(tmp_path))
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"id": 1, "kind": "sum", "turns": ["What is 1 plus 1?"]}')
+    with pytest.raises(UserError, match=rf"only 1 .* add prompts to {path}"):
+        load_corpus(tiny, made(tmp_path, prompts=str(path)))
 
 
 def test_own_prompts_take_the_place_of_ours(tiny, tmp_path, shipped):

@@ -29,6 +29,7 @@ from draftlayers.weights import absolute, fetch, find_weights
 from draftlayers.writing import Request, Writer
 
 ABILITIES = {
+    "write": "write answers (draftlayers answer)",
     "select": "choose layers (chapters 1 to 5)",
     "train": "train draft heads (chapter 6)",
     "decode": "decode speculatively (chapter 7)",
@@ -60,7 +61,7 @@ class Capabilities:
         What the user called it.
     n_layers, context_limit
         Decoder layers, and the longest sequence in tokens.
-    select, train, decode, trees
+    write, select, train, decode, trees
         None where it can be done, else the reason why not, as a sentence without a full stop.
     notes
         What a person should know all the same.
@@ -69,6 +70,7 @@ class Capabilities:
     name: str
     n_layers: int
     context_limit: int
+    write: str | None = None
     select: str | None = None
     train: str | None = None
     decode: str | None = None
@@ -149,7 +151,8 @@ def check_target(target: Target) -> Capabilities:
         target.model.config, target.tokenizer, target.model.generation_config, target.name
     )
     train, decode, trees, notes = found.train, found.decode, found.trees, list(found.notes)
-    select = found.select or _wrong_answers(target)
+    wrong = _wrong_answers(target)
+    write, select = found.write or wrong, found.select or wrong
     train = train or _without_head(target)
     if decode is None:
         try:
@@ -161,7 +164,13 @@ def check_target(target: Target) -> Capabilities:
             if engine.limit < target.context_limit:
                 notes.append(f"decoding ends at {engine.bound}")
     return replace(
-        found, select=select, train=train, decode=decode, trees=trees, notes=tuple(notes)
+        found,
+        write=write,
+        select=select,
+        train=train,
+        decode=decode,
+        trees=trees,
+        notes=tuple(notes),
     )
 
 
@@ -180,24 +189,25 @@ def capabilities_of(
         What the user called the model.
     """
     if why := _unreadable(config):
-        return Capabilities(name, 0, 0, why, why, why, why)
+        return Capabilities(name, 0, 0, why, why, why, why, why)
     text = config.get_text_config()
     chat = Chat(tokenizer, datetime.date.today().isoformat())
     notes = list(_notes(text, tokenizer, generation))
     prompts = _plain(lambda: notes.extend(chat.notes()), name)
     n_layers = text.num_hidden_layers
     few = _plain(lambda: default_rule(n_layers), name)
-    decode = decodable(config)
-    select = prompts or few or _small(text)
+    decode, write = decodable(config), prompts
     if decode and setting(text, "num_attention_heads", "num_heads") is None:
-        select = select or (
+        write = write or (
             "it has no attention but a state that each token changes, and answers written here, "
             "many at a time, would not be its own"
         )
+    select = write or few or _small(text)  # layers are chosen by answers of the target's own
     return Capabilities(
         name,
         n_layers,
         context_of(text, tokenizer),
+        write=write,
         select=select,
         train=select or _narrow(text),
         decode=decode,

@@ -98,9 +98,20 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
     answers = [*shipped.values(), *written]
     found = pair(target, prompts, answers, spec.max_prompt_tokens, spec.answer_tokens)[:wanted]
     if len(found) < validation + 2:
+        remedy = "raise max_prompt_tokens or generated_conversations"
+        if shipped:
+            remedy = (
+                "raise max_prompt_tokens, lower validation_conversations, or let the target write "
+                "more (draftlayers answer)"
+            )
+        elif spec.prompts is not None:
+            remedy = (
+                f"add prompts to {spec.prompts}, raise max_prompt_tokens, or lower "
+                "validation_conversations"
+            )
         raise UserError(
-            f"only {len(found)} conversations are at hand and {validation} go to "
-            "validation; raise max_prompt_tokens or generated_conversations"
+            f"only {len(found)} conversations are at hand, and {validation + 2} are needed, "
+            f"{validation} of them to validate on; {remedy}"
         )
     return Corpus(found[:-validation], found[-validation:])
 

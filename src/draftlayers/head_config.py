@@ -94,7 +94,8 @@ class HeadConfig:
             )
         if self.n_heads % self.n_kv_heads:
             raise UserError(
-                f"{self.n_heads} attention heads cannot share {self.n_kv_heads} key-value heads"
+                f"{self.n_heads} attention heads cannot share {self.n_kv_heads} key-value heads; "
+                f"expected a multiple of {self.n_kv_heads}"
             )
 
     @property

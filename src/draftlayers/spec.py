@@ -138,7 +138,8 @@ class RunSpec(BaseModel):
         train, validation = spec.train_conversations, spec.validation_conversations
         if validation > train:
             raise UserError(
-                f"validation_conversations={validation} exceeds train_conversations={train}"
+                f"validation_conversations={validation} exceeds train_conversations={train}; "
+                "lower the one or raise the other"
             )
         return spec
 
@@ -158,7 +159,10 @@ class RunSpec(BaseModel):
         for pair in pairs:
             name, _, text = (part.strip() for part in pair.partition("="))
             if name in ("model", "profile"):
-                raise UserError(f"set the {name} with --{name}, not with -p")
+                raise UserError(
+                    f"the {name} cannot be set with -p; --help says where a command takes it, if "
+                    "it does"
+                )
             if name and name not in cls.model_fields:
                 raise UserError(_unknown(name))
             if not (name and text):

@@ -173,7 +173,10 @@ class StateStore:
     def __init__(self, folder: Path):
         index = read_record(folder / INDEX)
         if not index or not {"passes", "shards", "d"} <= index.keys():
-            raise UserError(f"{folder} holds no finished collection of hidden states")
+            raise UserError(
+                f"{folder} holds no finished collection of hidden states: expected {INDEX}, which "
+                "is written last; run chapter 01, or whatever collects them, again"
+            )
         self.folder, self.d = folder, index["d"]
         self._passes = {int(b): name for b, name in index["passes"].items()}
         self.boundaries = tuple(sorted(self._passes))
