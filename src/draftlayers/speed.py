@@ -238,9 +238,7 @@ def estimate(statistic: Callable[[Tensor], float], n: int, replicates: int) -> E
     return Estimate(statistic(torch.arange(n)), *interval(statistic, n, replicates))
 
 
-def interval(
-    statistic: Callable[[Tensor], float], n: int, replicates: int, seed: int = 0
-) -> tuple[float, float]:
+def interval(statistic: Callable[[Tensor], float], n: int, replicates: int) -> tuple[float, float]:
     """Percentile bootstrap interval (95 percent) of a statistic of `n` prompts.
 
     Parameters
@@ -249,7 +247,7 @@ def interval(
         Function of indices ``[n]``; prompts are drawn with replacement, so a statistic that
         compares two methods is paired.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     values = sorted(
         statistic(torch.randint(n, (n,), generator=generator)) for _ in range(replicates)
     )
