@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftlayers.project import UserError
+from draftlayers.project import UserError, first_line
 
 PLAIN_FORMAT = "Question:\n{turn}\n\nAnswer:\n"
 # What a system message says, in templates that refuse to do without one.
@@ -55,12 +55,10 @@ class Chat:
         UserError
             When the chat template cannot write a user's message.
         """
-        begin = self.added[0]
         if not self.has_template:
-            return begin + self._ids(PLAIN_FORMAT.format(turn=turn))
+            return self.added[0] + self._ids(PLAIN_FORMAT.format(turn=turn))
         written = self._write(turn, add_generation_prompt=True, return_dict=True)
-        ids = list(written["input_ids"])
-        return ids if set(begin) & set(ids) else begin + ids
+        return self._begun(list(written["input_ids"]))
 
     def beginning(self, words: str = "") -> list[int]:
         """Token ids of a prompt up to where the user begins to speak, and of first words of the
@@ -71,11 +69,10 @@ class Chat:
         UserError
             When the chat template cannot write a user's message.
         """
-        begin = self.added[0]
         if not self.has_template:
-            return begin + self._ids(PLAIN_FORMAT.partition("{turn}")[0] + words)
-        ids = self._ids(self._write(_QUESTION, tokenize=False).partition(_QUESTION)[0] + words)
-        return ids if set(begin) & set(ids) else begin + ids
+            return self.added[0] + self._ids(PLAIN_FORMAT.partition("{turn}")[0] + words)
+        written = self._write(_QUESTION, tokenize=False)
+        return self._begun(self._ids(written.partition(_QUESTION)[0] + words))
 
     def said(self, ids: Sequence[int]) -> str | None:
         """The user's words in what a model wrote after ``beginning``, or None when no end came.
@@ -141,6 +138,11 @@ class Chat:
         if end:
             yield f"its tokenizer ends every text with {end}: prompts leave it out"
 
+    def _begun(self, ids: list[int]) -> list[int]:
+        """What a template wrote, with the tokenizer's begin token once, whoever writes it."""
+        begin = self.added[0]
+        return ids if set(begin) & set(ids) else begin + ids
+
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -171,7 +173,7 @@ class Chat:
                 try:
                     text = self._apply((_QUESTION,), system, parts, tokenize=False)
                 except Exception as err:  # jinja's errors have no common type
-                    why = why or str(err).strip().partition("\n")[0] or type(err).__name__
+                    why = why or first_line(err)
                     continue
                 if _QUESTION in text:
                     return system, parts

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from draftlayers.project import Say, UserError, quiet
+from draftlayers.project import Say, UserError, first_line, quiet
 
 if TYPE_CHECKING:
     import torch
@@ -378,8 +378,8 @@ def _explained(name: str) -> Iterator[None]:
             f"cannot load {name!r}: it does not fit into memory; give a smaller model"
         ) from err
     except Exception as err:
-        first = str(err).strip().splitlines()[0] if str(err).strip() else "without a word"
-        if not isinstance(err, (OSError, ValueError, ImportError)):
+        first = first_line(err)
+        if str(err).strip() and not isinstance(err, (OSError, ValueError, ImportError)):
             first = f"{type(err).__name__}: {first}"
         if "trust_remote_code" in str(err):
             hint = "if you trust its author's code, add -p trust_remote_code=true"
@@ -434,7 +434,9 @@ def check_loaded(name: str, model: Any, loaded: Mapping[str, Any], say: Say = qu
         if weight.device.type != "meta" and not weight.isfinite().all()
     ]
     if odd:
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        from draftlayers.device import dtype_name  # needs torch, which naming files does not
+
+        dtype = dtype_name(next(model.parameters()).dtype)
         raise UserError(
             f"cannot load {name!r}: {len(odd)} of its weights have values that are NaN or "
             f"infinite in {dtype} ({listing(odd)}); expected numbers, so give another checkpoint"

@@ -28,6 +28,7 @@ from draftlayers.chat import Chat
 from draftlayers.checkpoints import load_checkpoint
 from draftlayers.contexts import context_of
 from draftlayers.current import digest
+from draftlayers.device import dtype_name
 from draftlayers.project import DATA, Say, UserError, quiet
 from draftlayers.runs import Run
 from draftlayers.weights import TINY, absolute, fetch, find_weights, known_models
@@ -357,7 +358,7 @@ class Target:
                     "finite; expected a checkpoint of a training that did not diverge"
                 )
         raise UserError(
-            f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}, "
+            f"{self.name}: its logits are not finite in {dtype_name(self.dtype)}, "
             "though its weights are; load it in float32 or bfloat16"
         )
 
@@ -410,6 +411,7 @@ def load_target(
     return Target(name, model, tokenizer, licence, weights.digest, day)
 
 
+TINY_VOCABULARY = 512  # tokens: all bytes, and some merges
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -417,7 +419,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(vocab_size: int = 512) -> Any:
+def tiny_tokenizer() -> Any:
     """A byte-level BPE tokenizer with a chat template, trained in memory on the shipped prompts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -427,7 +429,7 @@ def tiny_tokenizer(vocab_size: int = 512) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=TINY_VOCABULARY,
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
