@@ -75,6 +75,7 @@ class Asked:
 
     @property
     def written(self) -> int:
+        """How many were written, kept or not."""
         return self.rounds * ROUND
 
 
@@ -150,8 +151,19 @@ def ask(
 
     Parameters
     ----------
+    count
+        Questions wanted; the last round may keep more.
+    path
+        File that keeps them.
     apart
         Prompts that no question may come near: those that are held out for measuring.
+    seed
+        Question number n is drawn with this seed plus n; questions of another seed do not count.
+
+    Returns
+    -------
+    Asked
+        All questions of the file, with those that were written now.
     """
     causes = {"seed": seed, "apart": [turn for prompt in apart for turn in prompt.turns]}
     asked = load_asked(path, target, **causes)

@@ -42,6 +42,7 @@ class Chat:
 
     @property
     def has_template(self) -> bool:
+        """Whether the tokenizer brings a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def render(self, turn: str) -> list[int]:

@@ -109,10 +109,12 @@ class Engine:
 
     @property
     def length(self) -> int:
+        """Accepted tokens in the cache."""
         return self.kv.length
 
     @property
     def trees(self) -> bool:
+        """Whether drafts may fork."""
         return self.passes.trees
 
     @contextmanager

@@ -116,7 +116,7 @@ def kept(rows: Tensor, share: float) -> Tensor:
     """The first ``share`` of rows that are ordered by falling predictive entropy.
 
     A share is a quantile, so no entropy in nats has to be chosen, and a monotone change of the
-    entropies changes nothing.
+    entropies changes nothing. Of ``rows [n]`` these are ``[round(share n)]``.
     """
     return rows[: round(len(rows) * share)]
 

@@ -166,7 +166,7 @@ class DraftHead(nn.Module):
         return cast(Tensor, self.lm_head(self.norm(hidden)))
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Target token ids of draft ids, any shape."""
+        """Target token ids of draft ids, int64 of any shape, each below D."""
         return draft_ids + self.d2t[draft_ids]
 
     def new_cache(self, capacity: int) -> HeadCache:

@@ -86,8 +86,8 @@ class EntropySamples:
     def among(self, count: int, overlap: Tensor, grams: Tensor) -> EntropySamples:
         """The same for the first ``count`` of the measured rows.
 
-        Overlap and Gram matrices cannot be cut down and have to be those of these rows
-        (``CKASums.compute``, ``sample_grams``).
+        Overlap ``[L, L]`` and Gram matrices ``[L, g, g]`` cannot be cut down and have to be those
+        of these rows (``CKASums.compute``, ``sample_grams``).
         """
         kept = self.lens_rows < count
         return replace(
@@ -212,7 +212,11 @@ def sample_grams(source: Source, rows: Tensor, *, seed: int = 0) -> Tensor:
 
 
 def spread_sample(n: int, count: int, generator: torch.Generator) -> Tensor:
-    """``min(n, count)`` rising places of range(n), one drawn from each of equal intervals."""
+    """Rising places of range(n), int64 ``[min(n, count)]``: one drawn from each of equal intervals.
+
+    >>> spread_sample(3, 9, torch.Generator().manual_seed(0))
+    tensor([0, 1, 2])
+    """
     count = min(n, count)
     edges = torch.arange(count + 1) * n // count
     return edges[:-1] + (torch.rand(count, generator=generator) * edges.diff()).long()

@@ -139,6 +139,7 @@ class HuggingFacePass:
 
     @contextmanager
     def session(self, boundaries: Sequence[int]) -> Iterator[None]:
+        """Give the states of these boundaries, with packed weights in place if there are any."""
         self.boundaries = tuple(sorted(boundaries))
         packed = self.linears.installed() if self.linears else nullcontext()
         with packed, self.target.capture(self.boundaries) as self.states:
@@ -211,6 +212,7 @@ class ChainPass(HuggingFacePass):
 
     @staticmethod
     def fits(target: Target, packed: bool) -> bool:
+        """Always: the decoder is taken as it is."""
         return True
 
 
@@ -297,6 +299,7 @@ class LlamaPass:
 
     @contextmanager
     def session(self, boundaries: Sequence[int]) -> Iterator[None]:
+        """Give the states of these boundaries; the model itself stays as it is."""
         self.boundaries = tuple(sorted(boundaries))
         yield
 

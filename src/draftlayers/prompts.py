@@ -50,6 +50,7 @@ class Conversation:
 
     @property
     def tokens(self) -> list[int]:
+        """Prompt and answer, one after the other."""
         return [*self.prompt_ids, *self.answer_ids]
 
 

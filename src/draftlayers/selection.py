@@ -6,6 +6,11 @@ numpy arrays: ``entropy[b]`` is the score of boundary b, larger is better,
 ``layer_entropy``'s and ``cka_sums``'s business, how far a choice can be trusted ``stability``'s.
 Boundaries 1..N-1 are candidates.
 
+A rule takes ``entropy [N+1]``, ``cka [N+1, N+1]``, the number of layers k and, where the entropy of
+a set is not the mean of its members', an aggregate: a function from sets ``[M, k]`` to ``[M]``. It
+gives a ``Selection``. It raises ``ValueError`` for shapes that do not fit or a k outside 1..N-1,
+and ``UserError`` for boundaries whose numbers are not finite or whose entropy is negative.
+
 The score of a set S is its aggregate entropy times its diversity,
 
     score(S) = E(S) (1 - max CKA_bc over pairs b, c of S),

@@ -109,7 +109,13 @@ class RunSpec(BaseModel):
 
     @classmethod
     def make(cls, model: str, profile: str = "quick", **overrides: Any) -> RunSpec:
-        """Build the spec of a profile with some typed values replaced; see ``checked``."""
+        """Build the spec of a profile with some typed values replaced.
+
+        Raises
+        ------
+        UserError
+            When there is no such profile; and as ``checked`` does.
+        """
         if profile not in PROFILES:
             raise UserError(f"unknown profile {profile!r}; the profiles are {', '.join(PROFILES)}")
         # A path is meant from where it is typed; chapters run elsewhere. No name is no path.

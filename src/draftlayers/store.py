@@ -64,7 +64,13 @@ class ArraySource:
     def blocks(
         self, rows: Tensor, size: int, boundaries: Sequence[int] | None = None
     ) -> Iterator[Tensor]:
-        """Yield float32 ``[layers, <= size, d]`` in the order of ``rows``."""
+        """Yield float32 ``[layers, <= size, d]`` in the order of ``rows``.
+
+        Raises
+        ------
+        UserError
+            When a boundary is not at hand.
+        """
         wanted = self.boundaries if boundaries is None else boundaries
         if absent := [b for b in wanted if b not in self.boundaries]:
             raise UserError(f"boundaries {absent} are not among {list(self.boundaries)}")

@@ -96,11 +96,13 @@ class Target:
 
     @property
     def device(self) -> torch.device:
+        """Where its first weights lie, which is where token ids go."""
         first: Tensor = next(self.model.parameters())
         return first.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The precision of its weights."""
         first: Tensor = next(self.model.parameters())
         return first.dtype
 
@@ -111,6 +113,7 @@ class Target:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether prompts are written by a chat template, not plainly."""
         return self.chat.has_template
 
     @property
