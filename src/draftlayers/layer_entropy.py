@@ -177,11 +177,11 @@ def sample_entropies(
             features[i, start:stop], mass[i, start:stop] = feature_softmax(block[0])
             start = stop
         say(f"logit-lens entropy: boundary {boundary}, {len(lens_rows):,} positions")
-    if odd := [
-        b for b, row in zip(boundaries, lens + mass, strict=True) if not row.isfinite().all()
-    ]:
+    good = (lens + mass).isfinite().all(1).tolist()
+    if odd := [b for b, fine in zip(boundaries, good, strict=True) if not fine]:
         raise UserError(
-            f"entropy at boundaries {odd} is NaN or infinite; their states hold such values"
+            f"entropy at boundaries {odd} is NaN or infinite, since their states hold such values; "
+            "delete the run's states and collect them again, or give another target"
         )
     grams = sample_grams(source, rows, seed=seed)
     return EntropySamples(
