@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from draftlayers.decoding import decode
+from draftlayers.device import dtype_name
 from draftlayers.engine import Engine
 from draftlayers.packing import PackedLinear, packs
 from draftlayers.prompts import TRAIN, read_prompts
@@ -144,7 +145,7 @@ def main(
             "equal_to_engine": [alike, len(some)],
             "setting": {
                 "model": model,
-                "precision": str(target.dtype).removeprefix("torch."),
+                "precision": dtype_name(target.dtype),
                 "way": writer.way,
                 "prompts": len(ids),
                 "prompt_tokens": read,

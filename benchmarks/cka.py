@@ -3,7 +3,7 @@
 One run, the same data in the same blocks on the same machine; every contender in a process of its
 own, so that its peak memory is its own. Contenders:
 
-- ``ours``: ``draftlayers.cka``, with the plan that the package itself chooses;
+- ``ours``: ``draftlayers.cka_pass``, with the plan that the package itself chooses;
 - ``pytorch-cka`` (1.1.3): one Gram matrix for each layer and batch, HSIC_1 by einsum;
 - ``torch-cka`` (0.21): HSIC_1 pair by pair, a full n x n product for each trace;
 - ``anatome``: feature-side debiased CKA pair by pair, all states in memory.

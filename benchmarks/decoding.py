@@ -40,6 +40,7 @@ from transformers import GenerationConfig
 
 from draftlayers.costs import free_draft_tokens, measure_costs, measure_passes
 from draftlayers.decoding import Decoded
+from draftlayers.device import dtype_name
 from draftlayers.drafting import HeadDrafter
 from draftlayers.engine import Engine
 from draftlayers.head import DraftHead
@@ -232,7 +233,7 @@ def main(
         },
         "setting": {
             "model": model,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.dtype),
             "engine": engine.way,
             "head": source,
             "depth": depth,

@@ -58,6 +58,7 @@ from safetensors import safe_open
 from draftlayers import answers, current, states, training
 from draftlayers.answers import answer_prompts, load_answers, own_causes
 from draftlayers.corpus import pair
+from draftlayers.device import device_name
 from draftlayers.examples import TOP, TrainingData
 from draftlayers.project import PROJECT, code_state
 from draftlayers.prompts import TRAIN, Conversation, read_prompts
@@ -263,6 +264,7 @@ SPEEDS = (
     "speed", "speed_interval", "speedup", "speedup_low", "speedup_high", "speedup_interval",
     "speedup_with_prompt", "tokens_per_second", "pass_ms", "verify_over_decode", "terms", "depths",
     "roofline", "prediction_error", "best", "best_draft",
+    "sweep",  # shapes of draft for the head that was fastest, one of them cut by measured costs
 )  # fmt: skip
 # Files that show such times: they must be there.
 TIMED = re.compile(r"executed/0[67]-|figures/07-|site/(?!html/notebooks/0[1-5])")
@@ -409,7 +411,7 @@ def main(
         for name in names:
             wanted = book_kills if name == StageName.BOOK and book_kills else kills
             found = examine(name, known[name], root / name, wanted, files, seed)
-            record["stages"][name] = {**found, **code_state()}
+            record["stages"][name] = {**found, "device": device_name(), **code_state()}
     all_found = record["stages"].values()
     record["kills"] = sum(one["kills"] + 2 * one.get("killed_around_files", 0) for one in all_found)
     record["wrong"] = sum(len(one["differences"]) + len(one["leftovers"]) for one in all_found)

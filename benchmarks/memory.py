@@ -50,6 +50,7 @@ from torch import Tensor
 
 from draftlayers import criterion, filtering
 from draftlayers.current import read_record, write_record
+from draftlayers.device import device_name
 from draftlayers.examples import TOP, TrainingData
 from draftlayers.project import code_state, write_atomically
 from draftlayers.prompts import Conversation
@@ -70,6 +71,7 @@ class StageName(StrEnum):
 
 
 LAYERS, WIDTH, INPUTS = 30, 576, (2, 4, 6)
+NARROW = 64  # width of the states of small sizes, where it counts for nothing
 LENGTH = 200  # positions of a conversation
 SHORT = 50  # of one of the few that are collected, so that the smallest size fills two shards
 PROMPT = 8
@@ -130,7 +132,7 @@ def nothing(folder: Path, positions: int, large: bool) -> None:
 
 def collecting(folder: Path, positions: int, large: bool) -> None:
     """All boundaries of a random model."""
-    target = tiny_target(hidden_size=WIDTH if large else 64, n_layers=LAYERS)
+    target = tiny_target(hidden_size=shape("collect", large)["width"], n_layers=LAYERS)
     length = LENGTH if large else SHORT
     ids = torch.randint(3, target.vocab_size, (positions // length, length)).tolist()
     conversations = [
@@ -152,7 +154,7 @@ def selecting(folder: Path, positions: int, large: bool) -> None:
 
 def training(folder: Path, positions: int, large: bool) -> None:
     """A few updates after a linear start, and a validation."""
-    target = tiny_target(hidden_size=WIDTH if large else 64)
+    target = tiny_target(hidden_size=shape("train", large)["width"])
     store = StateStore(folder)
     data = TrainingData.split(store, validation=16, draft_vocab=256)
     updates = 16 if large else 100
@@ -165,12 +167,21 @@ def training(folder: Path, positions: int, large: bool) -> None:
 STAGES = {"collect": collecting, "select": selecting, "train": training}
 
 
+def shape(name: str, large: bool) -> dict[str, int]:
+    """Boundaries and width of the states of a stage."""
+    return {
+        "boundaries": len(INPUTS) + 1 if name == "train" else LAYERS + 1,
+        "width": WIDTH if large or name == "select" else NARROW,
+    }
+
+
 def prepare(name: str, folder: Path, positions: int, large: bool) -> None:
     """The store that a stage reads, if it reads one."""
+    width = shape(name, large)["width"]
     if name == "select":
-        synthetic_store(folder, positions, tuple(range(LAYERS + 1)), WIDTH)
+        synthetic_store(folder, positions, tuple(range(LAYERS + 1)), width)
     elif name == "train":
-        synthetic_store(folder, positions, (*INPUTS, 8), WIDTH if large else 64, TOP)
+        synthetic_store(folder, positions, (*INPUTS, 8), width, TOP)
 
 
 def _report(work: Callable[..., None], pipe: Any, *args: Any) -> None:
@@ -239,7 +250,13 @@ def measure(
                 peaks.append(peak(STAGES[name], Path(folder), n, large) - imports)
             print(f"{name}, {n:,} positions: {peaks[-1]:,.0f} MB", file=sys.stderr, flush=True)
         seconds = round(time.perf_counter() - started, 1)
-        record[name] = {**growth(positions, peaks), "seconds": seconds, **code_state()}
+        record[name] = {
+            **shape(name, large),
+            **growth(positions, peaks),
+            "seconds": seconds,
+            "device": device_name(),
+            **code_state(),
+        }
     return record
 
 

@@ -29,6 +29,7 @@ import torch
 import typer
 from _record import write
 
+from draftlayers.device import dtype_name
 from draftlayers.examples import TOP, Examples, TrainingData
 from draftlayers.head import DraftHead
 from draftlayers.head_config import HeadConfig
@@ -242,9 +243,9 @@ def measure(updates: int, rounds: int) -> dict[str, Any]:
             print(f"{ours_rates[-1]:.0f} answer tokens/s", file=sys.stderr)
     return {
         "tokens_per_s": round(statistics.median(ours_rates), 1),
-        "precision": str(ours).removeprefix("torch."),
+        "precision": dtype_name(ours),
         "gemm_gflops": {
-            str(dtype).removeprefix("torch."): round(statistics.median(values) / 1e9, 1)
+            dtype_name(dtype): round(statistics.median(values) / 1e9, 1)
             for dtype, values in limits.items()
         },
         "fraction_of_gemm": round(statistics.median(fractions[torch.float32]), 3),

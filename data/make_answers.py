@@ -3,9 +3,8 @@
     python data/make_answers.py [--model smollm2-135m] [--limit N]
 
 Of training prompts two answers of three are greedy, the third is sampled at a low temperature;
-those to validation prompts are all greedy. The file grows as
-batches finish; running the script again goes on where it stopped. For the default target on two
-CPU cores the whole set takes about an hour.
+those to validation prompts are all greedy. The file grows group by group; running the script again
+goes on where it stopped.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from draftlayers import current
+from draftlayers.examples import TrainingData
 from draftlayers.runs import Run
 from draftlayers.spec import RunSpec
 from draftlayers.targets import Target, tiny_target
+from tests.helpers import training_data
 
 # One model of each way that architectures differ where it matters here: plain, biased, norms
 # round the layers and a scaled embedding, soft-capping, learned positions, another output scale.
@@ -36,6 +38,18 @@ def few_threads() -> None:
 @pytest.fixture(scope="session")
 def tiny() -> Target:
     return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A tiny target of a module's own, which its tests may change and restore."""
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def data(target, tmp_path_factory) -> TrainingData:
+    """What heads of this target learn from."""
+    return training_data(target, tmp_path_factory.mktemp("states"))
 
 
 @pytest.fixture(scope="session", params=ARCHITECTURES)

@@ -34,7 +34,7 @@ def test_the_tiny_target_can_do_everything(tiny):
     for found in (check("tiny"), check_target(tiny)):
         assert not cannot(found) and not found.notes
         assert (found.name, found.n_layers, found.context_limit) == ("tiny", 8, 1024)
-        assert [row[1:] for row in found.rows()] == [("yes", "")] * 4
+        assert [row[1:] for row in found.rows()] == [("yes", "")] * len(ABILITIES)
         found.require(*ABILITIES)
 
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_done_has_a_name_and_a_reason(kind, settings, missing, re
         with pytest.raises(UserError, match=f"mine cannot be used to {ABILITIES[ability][:9]}"):
             found.require(ability)
     found.require(*set(ABILITIES) - missing)
-    assert [row[1] for row in found.rows()[:4]] == [
+    assert [row[1] for row in found.rows()[: len(ABILITIES)]] == [
         "no" if ability in missing else "yes" for ability in ABILITIES
     ]
 
@@ -150,7 +150,7 @@ def test_a_template_that_writes_no_question_is_refused_before_work():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('only tools may speak') }}"
     found = capabilities_of(AutoConfig.for_model("llama", **SIZES), tokenizer)
-    assert cannot(found) == {"select", "train"}
+    assert cannot(found) == {"write", "select", "train"}
     assert "only tools may speak" in found.select
 
 
@@ -165,6 +165,14 @@ def test_answers_that_are_not_the_models_own_are_found_out():
     found = capabilities._wrong_answers(Target("m", MambaForCausalLM(config).float(), TOKENIZER))
     assert found is not None and ("not its own" in found or "cannot write answers" in found)
     assert capabilities._wrong_answers(tiny_target()) is None
+
+
+def test_answers_need_less_than_a_choice_of_layers(monkeypatch):
+    found = check_target(tiny_target(n_layers=3))
+    assert cannot(found) == {"select", "train"} and found.write is None
+    monkeypatch.setattr(capabilities, "_wrong_answers", lambda target: "it stutters")
+    found = check_target(tiny_target())
+    assert found.write == found.select == "it stutters"
 
 
 def test_the_end_of_a_changing_rope_is_noted():

@@ -332,13 +332,30 @@ def test_notes_of_quantisers_are_recognised(folder):
     refused(folder, "modelopt")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
 def test_weights_stored_as_integers_are_refused(folder, dtype):
     def store(held):
         held[f"{LAYER}.weight"] = held[f"{LAYER}.weight"].to(dtype)
 
     weights(folder, store)
     refused(folder, rf"quantised weights \({LAYER}")
+
+
+def test_weights_of_double_precision_are_read(folder):
+    def store(held):
+        for name in held:
+            held[name] = held[name].double()
+
+    weights(folder, store)
+    assert load_target(str(folder)).dtype == torch.float32
+
+
+def test_a_link_that_leads_nowhere_is_named(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "pruned")
+    refused(folder, "model.safetensors in .* leads to a file that is not there")
 
 
 # --- Code ----------------------------------------------------------------------------------------

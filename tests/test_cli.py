@@ -8,7 +8,9 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from draftlayers.cli import app
+from draftlayers.cli import _check, app
+from draftlayers.runs import Run
+from draftlayers.spec import RunSpec
 from draftlayers.targets import tiny_target
 
 
@@ -60,6 +62,17 @@ def test_a_shallow_target_is_refused_with_the_rule_named(tmp_path):
     shallow.tokenizer.save_pretrained(tmp_path / "shallow")
     result = invoke("run", "--model", tmp_path / "shallow", "--runs", tmp_path / "runs")
     assert result.exit_code == 2 and "at least 7 layers" in plain(result)
+
+
+def test_a_target_that_only_answers_is_held_to_nothing_more(tmp_path):
+    target = tiny_target(n_layers=6)
+    target.model.save_pretrained(tmp_path / "shallow")
+    target.tokenizer.save_pretrained(tmp_path / "shallow")
+    _check(Run(RunSpec.make(str(tmp_path / "shallow"), "smoke"), tmp_path), "write")
+    target.tokenizer.chat_template = "{{ raise_exception('only tools may speak') }}"
+    target.tokenizer.save_pretrained(tmp_path / "shallow")
+    result = invoke("answer", "--model", tmp_path / "shallow", "--runs", tmp_path / "runs")
+    assert result.exit_code == 2 and "cannot be used to write answers" in plain(result)
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -96,8 +96,16 @@ def test_answers_of_another_target_do_not_count(tiny, tmp_path, shipped):
 
 
 def test_too_few_conversations_are_refused(tiny, tmp_path):
-    with pytest.raises(UserError, match="raise max_prompt_tokens"):
+    few = r"only 0 conversations to learn from and 0 to validate on .* raise max_prompt_tokens"
+    with pytest.raises(UserError, match=few):
         load_corpus(tiny, made(tmp_path, max_prompt_tokens=8))
+
+
+def test_too_few_prompts_of_ones_own_are_refused(tiny, tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"id": 1, "kind": "sum", "turns": ["What is 1 plus 1?"]}')
+    with pytest.raises(UserError, match=r"only 0 .* and 1 to validate .* give more prompts"):
+        load_corpus(tiny, made(tmp_path, prompts=str(path)))
 
 
 def test_own_prompts_take_the_place_of_ours(tiny, tmp_path, shipped):

@@ -16,6 +16,8 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaModel
 
+from draftlayers import capabilities
+from draftlayers.contexts import own_windows
 from draftlayers.decoding import decode
 from draftlayers.device import multiplies_bfloat16
 from draftlayers.drafting import HeadDrafter
@@ -229,6 +231,15 @@ def test_models_that_mask_by_themselves_decode_chains_and_refuse_trees(name: str
     engine.session = None  # refused before anything is run
     with pytest.raises(UserError, match="chains, not trees"):
         decode(engine, PROMPT, 60, HeadDrafter(head, 3, top_k=2))
+
+
+def test_a_window_under_another_name_is_found_by_its_form() -> None:
+    """Doge sees itself and its cache differently past ``keep_window_size``."""
+    target = tiny_target(architecture="doge", n_layers=8, keep_window_size=16)
+    assert own_windows(target.config) == {"keep_window_size": 16}
+    with pytest.raises(UserError, match="DogeForCausalLM .* cannot be decoded"):
+        Engine(target)
+    assert "not its own" in str(capabilities._wrong_answers(target))
 
 
 def test_the_check_tells_slots_from_depths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,16 +17,6 @@ from draftlayers.targets import tiny_target
 from tests.helpers import LAYERS, STEPS, InMemory, answered, rows_of, training_data, view
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def data(target, tmp_path_factory):
-    return training_data(target, tmp_path_factory.mktemp("states"))
-
-
 def test_vocabulary_is_what_the_target_expects_most(data):
     store = data.store
     ids = torch.tensor([[9, 4, 2], [4, 7, 9]])

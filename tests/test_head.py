@@ -35,11 +35,6 @@ SHAPE = {
 }
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
 def make_head(fc_norm: bool = False, dtype=torch.float64, **changes) -> DraftHead:
     config = HeadConfig(**{**SHAPE, "fc_norm": fc_norm, **changes})
     generator = torch.Generator().manual_seed(1)

@@ -11,6 +11,7 @@ import torch
 
 from draftlayers import layer_entropy
 from draftlayers.cka_pass import accumulate
+from draftlayers.project import UserError
 from draftlayers.store import ArraySource
 
 LAYERS, ROWS, WIDTH = 5, 60, 12
@@ -204,8 +205,11 @@ def test_bad_states_are_refused():
             Linear(), ArraySource(x), rows[:3], torch.eye(5), lens_tokens=3
         )
     x[2, 4, 0] = float("nan")
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(UserError, match=r"boundaries \[2\] is NaN"):
         layer_entropy.sample_entropies(Linear(), ArraySource(x), rows, torch.eye(5), lens_tokens=60)
+    x[2] = 1.0
+    with pytest.raises(UserError, match="boundary 2: all rows of states are equal"):
+        layer_entropy.sample_grams(ArraySource(x), rows)
 
 
 @pytest.mark.parametrize("name", list(layer_entropy.DEFINITIONS))

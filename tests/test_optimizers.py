@@ -7,13 +7,7 @@ import torch
 
 from draftlayers.optimizers import make_optimizers, updated
 from draftlayers.project import UserError
-from draftlayers.targets import tiny_target
 from tests.helpers import new_head, training_data
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
 
 
 @pytest.fixture

@@ -203,6 +203,17 @@ def test_bad_input_is_explained(change, message):
         sel.exhaustive(*change(*problem(10)))
 
 
+def test_a_boundary_that_cannot_be_scored_is_named():
+    e, cka = problem(10)
+    cka[4] = cka[:, 4] = np.nan
+    with pytest.raises(UserError, match=r"boundaries \[4\] is NaN"):
+        sel.search(e, cka, 3)
+    cka[4] = cka[:, 4] = 0.5
+    e[2] = -0.1
+    with pytest.raises(UserError, match=r"boundaries \[2\] is negative"):
+        sel.search(e, cka, 3)
+
+
 def test_eighty_layers_four_at_a_time():
     e, cka = problem(80)
     start = time.perf_counter()

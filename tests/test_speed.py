@@ -1,4 +1,4 @@
-"""Timing is fair and refuses a difference; the cost model is the arithmetic it claims to be."""
+"""Timing is fair and refuses a difference; summaries are the arithmetic they claim to be."""
 
 from __future__ import annotations
 

@@ -10,17 +10,7 @@ from draftlayers.head_config import HeadConfig
 from draftlayers.start import fit_start, norm_weight, start_from_target
 from draftlayers.targets import tiny_target
 from draftlayers.ttt import ttt_loss
-from tests.helpers import LAYERS, new_head, training_data, view
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def data(target, tmp_path_factory):
-    return training_data(target, tmp_path_factory.mktemp("states"))
+from tests.helpers import LAYERS, new_head, view
 
 
 @torch.no_grad()

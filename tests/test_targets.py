@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 
+import jinja2
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,7 @@ from transformers import (
     MptForCausalLM,
 )
 
-from draftlayers.chat import SYSTEM
+from draftlayers.chat import SYSTEM, stopped
 from draftlayers.contexts import NO_LIMIT
 from draftlayers.project import UserError
 from draftlayers.runs import Run
@@ -189,6 +190,62 @@ def test_a_template_that_prints_a_date_prints_that_of_the_run(tmp_path):
     )
     assert target.tokenizer.decode(target.render(["?"])).startswith("31 Jan 2026 00:00:00")
     assert tiny_target().day == datetime.date.today().isoformat()
+
+
+CLOCKS = [
+    "{% set f = '%d %b %Y %H:%M:%S' %}{{ strftime_now(f) }}",
+    "{{ strftime_now('%d %b' ~ ' %Y %H:%M:%S') }}",
+    "{{ strftime_now(format='%d %b %Y %H:%M:%S') }}",
+    "{{ strftime_now ('%d %b %Y %H:%M:%S',) }}",
+    "{% set s = strftime_now %}{{ s('%d %b %Y %H:%M:%S') }}",
+    "{% macro now(f) %}{{ strftime_now(f) }}{% endmacro %}{{ now('%d %b %Y %H:%M:%S') }}",
+]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_clock_stands_however_it_is_asked(clock):
+    target = tiny_target()
+    target.chat.day = "2026-01-31"
+    target.tokenizer.chat_template = clock + target.tokenizer.chat_template
+    assert target.tokenizer.decode(target.render(["?"])).startswith("31 Jan 2026 00:00:00")
+
+
+@pytest.mark.parametrize("form", [*(f"<%{x}>" for x in "aAbBdDHIjmMpSUwyY%"), "%-d.%-m.", "%%d"])
+def test_a_clock_says_what_strftime_says(form):
+    written = jinja2.Template(stopped("{{ strftime_now(form) }}", "2026-03-07")).render(form=form)
+    assert written == datetime.datetime(2026, 3, 7).strftime(form)
+
+
+def test_a_template_with_a_clock_is_left_as_it_is_elsewhere():
+    """A text that only looks like the clock, and a first line that is blank."""
+    like = "\n{{ 'strftime_now(\"%d\")' }}"
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    written = environment.from_string(stopped(like, "2026-03-07")).render()
+    assert written == "\n" + 'strftime_now("%d")'
+
+
+def test_a_template_that_demands_a_date_gets_that_of_the_run():
+    target = tiny_target()
+    target.chat.day = "2026-01-31"
+    target.tokenizer.chat_template = (
+        "{% if date_string is not defined %}{{ raise_exception('a date is needed') }}{% endif %}"
+        "{{ date_string }}|" + target.tokenizer.chat_template
+    )
+    assert target.tokenizer.decode(target.render(["?"])).startswith("31 Jan 2026|")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_layers_that_add_nothing_are_read_like_others(architecture):
+    """As in a download that was begun, or before a training."""
+    target = tiny_target(architecture=architecture)
+    with torch.no_grad():
+        for name, weight in target.model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.zero_()
+    again = Target("zeros", target.model, target.tokenizer)
+    states = torch.randn(3, again.d_model)
+    expected = again.model.lm_head(again.model.model.norm(states))
+    torch.testing.assert_close(again.unembed(states), expected)
 
 
 def test_the_end_of_a_turn_is_an_end_even_if_no_setting_says_so():

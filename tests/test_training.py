@@ -15,17 +15,7 @@ from draftlayers.project import UserError
 from draftlayers.states import collect
 from draftlayers.targets import tiny_target
 from draftlayers.training import train_head
-from tests.helpers import LAYERS, STEPS, InMemory, answered, by_heart, settings, training_data
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def data(target, tmp_path_factory):
-    return training_data(target, tmp_path_factory.mktemp("states"))
+from tests.helpers import LAYERS, STEPS, InMemory, answered, by_heart, settings
 
 
 @pytest.mark.parametrize("start", ["target", "random"])
@@ -319,6 +309,15 @@ def test_training_stops_when_the_loss_is_not_finite(target, data, tmp_path, monk
     with pytest.raises(UserError, match=r"stopped at update 1 of \d+.*not finite.*learning_rate"):
         train_head(data, LAYERS, target, settings(), 0, tmp_path)
     assert not (tmp_path / "training.json").exists()
+
+
+def test_training_stops_when_validation_is_not_finite(target, data, tmp_path, monkeypatch):
+    def spoiled(*arguments):
+        return replace(ttt.validate(*arguments), loss=float("nan"))
+
+    monkeypatch.setattr(training, "validate", spoiled)
+    with pytest.raises(UserError, match=r"at update \d+ of \d+.*validation is nan.*learning_rate"):
+        train_head(data, LAYERS, target, settings(), 0, tmp_path)
 
 
 def test_missing_boundary_is_named(target, data, tmp_path):

@@ -32,20 +32,9 @@ from tests.helpers import (
     new_head,
     rows_of,
     settings,
-    training_data,
     view,
 )
 from tests.reference import naive_logits, naive_rms, naive_step
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def data(target, tmp_path_factory):
-    return training_data(target, tmp_path_factory.mktemp("states"))
 
 
 def naive_loss(head, store, sequence, vocabulary, steps):

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from draftlayers.current import changed, code_digest
+from draftlayers.device import dtype_name
 from draftlayers.project import DATA, Say, quiet, write_atomically
 from draftlayers.prompts import Prompt
 from draftlayers.targets import Target
@@ -121,7 +122,7 @@ def own_causes(target: Target) -> dict[str, Any]:
     """What all answers that a target writes here depend on."""
     return {
         "target": target.digest,
-        "precision": str(precision(target)).removeprefix("torch."),
+        "precision": dtype_name(precision(target)),
         "code": code_digest("answers"),
     }
 

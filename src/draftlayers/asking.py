@@ -75,6 +75,7 @@ class Asked:
 
     @property
     def written(self) -> int:
+        """How many were written, kept or not."""
         return self.rounds * ROUND
 
 
@@ -123,9 +124,9 @@ def shingles(text: str) -> list[tuple[str, ...]]:
 def load_asked(path: Path, target: Target, **causes: Any) -> Asked:
     """Questions that a target has kept in a file.
 
-    None when the file is missing, is another target's, or was made with other values of the causes
-    that are asked for. Questions are data: they stay what they are when the code that wrote them
-    changes.
+    No questions when the file is missing, is another target's, or was made with other values of the
+    causes that are asked for. Questions are data: they stay what they are when the code that wrote
+    them changes.
     """
     record = read_record(path) or {}
     was, causes = record.get("causes", {}), {"target": target.digest, **causes}
@@ -151,10 +152,21 @@ def ask(
 
     Parameters
     ----------
+    count
+        Questions wanted; the last round may keep more.
+    path
+        File that keeps them.
     apart
         Prompts that no question may come near: those that are held out for measuring.
+    seed
+        Question number n is drawn with this seed plus n; questions of another seed do not count.
     writer
         What writes; default the target itself, in the precision that is fastest here.
+
+    Returns
+    -------
+    Asked
+        All questions of the file, with those that were written now.
     """
     turns = [turn for prompt in apart for turn in prompt.turns]
     causes, heldout = {"seed": seed, "apart": turns}, Likeness(turns)

@@ -3,7 +3,7 @@
 Used by the command line and by the jobs of a run, which refuse by name and reason what would only
 fail in a later chapter. ``check`` reads a model's configuration and tokenizer and loads no weights;
 ``check_target`` completes the table with what only an open target shows, by trying it. How each of
-these things is done belongs to ``targets``, ``answers``, ``head`` and ``engine``.
+these things is done belongs to ``targets``, ``writing``, ``head`` and ``engine``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import torch
 
 from draftlayers.chat import Chat
 from draftlayers.checkpoints import read_config
-from draftlayers.contexts import context_of
-from draftlayers.engine import Engine, decodable
+from draftlayers.contexts import context_of, own_windows, turning_points
+from draftlayers.engine import REACH, Engine, decodable
 from draftlayers.head_config import HeadConfig, rotary_tables
-from draftlayers.passes import OWN_WINDOWS
 from draftlayers.project import Say, UserError, quiet
 from draftlayers.selection import default_rule
 from draftlayers.targets import Target, tiny_target
@@ -29,6 +28,7 @@ from draftlayers.weights import absolute, fetch, find_weights
 from draftlayers.writing import Request, Writer
 
 ABILITIES = {
+    "write": "write answers (draftlayers answer)",
     "select": "choose layers (chapters 1 to 5)",
     "train": "train draft heads (chapter 6)",
     "decode": "decode speculatively (chapter 7)",
@@ -60,7 +60,7 @@ class Capabilities:
         What the user called it.
     n_layers, context_limit
         Decoder layers, and the longest sequence in tokens.
-    select, train, decode, trees
+    write, select, train, decode, trees
         None where it can be done, else the reason why not, as a sentence without a full stop.
     notes
         What a person should know all the same.
@@ -69,6 +69,7 @@ class Capabilities:
     name: str
     n_layers: int
     context_limit: int
+    write: str | None = None
     select: str | None = None
     train: str | None = None
     decode: str | None = None
@@ -149,7 +150,8 @@ def check_target(target: Target) -> Capabilities:
         target.model.config, target.tokenizer, target.model.generation_config, target.name
     )
     train, decode, trees, notes = found.train, found.decode, found.trees, list(found.notes)
-    select = found.select or _wrong_answers(target)
+    wrong = _wrong_answers(target)
+    write, select = found.write or wrong, found.select or wrong
     train = train or _without_head(target)
     if decode is None:
         try:
@@ -161,7 +163,13 @@ def check_target(target: Target) -> Capabilities:
             if engine.limit < target.context_limit:
                 notes.append(f"decoding ends at {engine.bound}")
     return replace(
-        found, select=select, train=train, decode=decode, trees=trees, notes=tuple(notes)
+        found,
+        write=write,
+        select=select,
+        train=train,
+        decode=decode,
+        trees=trees,
+        notes=tuple(notes),
     )
 
 
@@ -180,24 +188,25 @@ def capabilities_of(
         What the user called the model.
     """
     if why := _unreadable(config):
-        return Capabilities(name, 0, 0, why, why, why, why)
+        return Capabilities(name, 0, 0, why, why, why, why, why)
     text = config.get_text_config()
     chat = Chat(tokenizer, datetime.date.today().isoformat())
     notes = list(_notes(text, tokenizer, generation))
     prompts = _plain(lambda: notes.extend(chat.notes()), name)
     n_layers = text.num_hidden_layers
     few = _plain(lambda: default_rule(n_layers), name)
-    decode = decodable(config)
-    select = prompts or few or _small(text)
+    decode, write = decodable(config), prompts
     if decode and setting(text, "num_attention_heads", "num_heads") is None:
-        select = select or (
+        write = write or (
             "it has no attention but a state that each token changes, and answers written here, "
             "many at a time, would not be its own"
         )
+    select = write or few or _small(text)  # layers are chosen by answers of the target's own
     return Capabilities(
         name,
         n_layers,
         context_of(text, tokenizer),
+        write=write,
         select=select,
         train=select or _narrow(text),
         decode=decode,
@@ -291,7 +300,7 @@ def _width(embedding: int, layers: int) -> str:
 
 def _own_masks(text: Any) -> str | None:
     kinds = getattr(text, "layer_types", None) or ()
-    own = [f"{name}={value}" for name in OWN_WINDOWS if (value := setting(text, name))]
+    own = [f"{name}={value}" for name, value in own_windows(text).items()]
     if "chunked_attention" in kinds:
         own.append("chunked_attention")
     attention = getattr(text, "attn_config", None)  # MPT's
@@ -354,8 +363,13 @@ def _without_head(target: Target) -> str | None:
 
 @torch.inference_mode()
 def _wrong_answers(target: Target) -> str | None:
-    """Why its answers are not its own, or None: two of them, of prompts of different lengths."""
-    prompts = [[(7 * i + 3) % target.vocab_size for i in range(n)] for n in (9, 4)]
+    """Why its answers are not its own, or None: two of them, of prompts of different lengths.
+
+    They end behind what the configuration says of windows and rotations, where that is near.
+    """
+    near = [n for n in turning_points(target.config) if n <= REACH // 2]
+    longest = max(9, min(max(near, default=0) + 4, target.context_limit - 8))
+    prompts = [[(7 * i + 3) % target.vocab_size for i in range(n)] for n in (longest, longest // 2)]
     try:
         worst = 0.0
         for number, answer in Writer(target).write([Request(ids, 5) for ids in prompts]):

@@ -158,7 +158,10 @@ def _keep_record(run: Run, chapter: str, code: str, figures: list[str]) -> None:
     """Write down what the chapter that has just been executed was made from, and what it made."""
     results = read_record(run.path("results", f"{chapter}.json"))
     if results is None:
-        raise UserError(f"chapter {chapter} wrote no results")
+        raise UserError(
+            f"chapter {chapter} wrote no results: expected results/{chapter}.json, which its last "
+            "cell writes with run.write_results"
+        )
     reading = Reading(**results["_run"]["reading"])
     done = run.path("executed", f"{chapter}.ipynb")
     record = {

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import datetime
 import functools
-import re
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftlayers.project import UserError
+from draftlayers.project import UserError, first_line
 
 PLAIN_FORMAT = "Question:\n{turn}\n\nAnswer:\n"
 # What a system message says, in templates that refuse to do without one.
 SYSTEM = "You are a helpful assistant."
 
-_CLOCK = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<form>[^'\"]*)(?P=quote)\s*\)")
+# What a date can be asked for (``strftime``), each with GNU's "-" for no zero in front, too.
+_LETTERS = "aAbBcCdDeFfgGhHIjklmMpPrRsSTuUVwWxXyYzZ"
+_DIRECTIVES = [f"%{flag}{letter}" for letter in _LETTERS for flag in ("-", "")]
 # Where a question ends in the plain format.
 _PLAIN_END = PLAIN_FORMAT.partition("{turn}")[2].rstrip()
 _QUESTION, _ANSWER = "a question", "an answer"  # to see what a template makes of them
+
+
+# How a template wants messages: what a system message first says, texts as lists of parts, a date.
+Manner = tuple[str | None, bool, bool]
 
 
 class Chat:
@@ -38,10 +44,11 @@ class Chat:
 
     def __init__(self, tokenizer: Any, day: str):
         self.tokenizer, self.day = tokenizer, day
-        self._manners: dict[str, tuple[str | None, bool]] = {}
+        self._manners: dict[str, Manner] = {}
 
     @property
     def has_template(self) -> bool:
+        """Whether the tokenizer brings a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def render(self, turn: str) -> list[int]:
@@ -55,12 +62,10 @@ class Chat:
         UserError
             When the chat template cannot write a user's message.
         """
-        begin = self.added[0]
         if not self.has_template:
-            return begin + self._ids(PLAIN_FORMAT.format(turn=turn))
+            return self.added[0] + self._ids(PLAIN_FORMAT.format(turn=turn))
         written = self._write(turn, add_generation_prompt=True, return_dict=True)
-        ids = list(written["input_ids"])
-        return ids if set(begin) & set(ids) else begin + ids
+        return self._begun(list(written["input_ids"]))
 
     def beginning(self, words: str = "") -> list[int]:
         """Token ids of a prompt up to where the user begins to speak, and of first words of the
@@ -71,11 +76,10 @@ class Chat:
         UserError
             When the chat template cannot write a user's message.
         """
-        begin = self.added[0]
         if not self.has_template:
-            return begin + self._ids(PLAIN_FORMAT.partition("{turn}")[0] + words)
-        ids = self._ids(self._write(_QUESTION, tokenize=False).partition(_QUESTION)[0] + words)
-        return ids if set(begin) & set(ids) else begin + ids
+            return self.added[0] + self._ids(PLAIN_FORMAT.partition("{turn}")[0] + words)
+        written = self._write(_QUESTION, tokenize=False)
+        return self._begun(self._ids(written.partition(_QUESTION)[0] + words))
 
     def said(self, ids: Sequence[int]) -> str | None:
         """The user's words in what a model wrote after ``beginning``, or None when no end came.
@@ -130,7 +134,7 @@ class Chat:
         if not self.has_template:
             yield "no chat template: prompts are written in a plain question-and-answer format"
         else:
-            system, _ = self._manner()
+            system, *_ = self._manner()
             if system is not None:
                 yield f"its chat template wants a system message, which says {system!r}"
             if begin and begin not in self._write(_QUESTION, tokenize=False):
@@ -141,6 +145,11 @@ class Chat:
         if end:
             yield f"its tokenizer ends every text with {end}: prompts leave it out"
 
+    def _begun(self, ids: list[int]) -> list[int]:
+        """What a template wrote, with the tokenizer's begin token once, whoever writes it."""
+        begin = self.added[0]
+        return ids if set(begin) & set(ids) else begin + ids
+
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -148,7 +157,12 @@ class Chat:
         """What the template makes of turns of a user and an assistant, the user first."""
         return self._apply(turns, *self._manner(), **how)
 
-    def _apply(self, turns: tuple[str, ...], system: str | None, parts: bool, **how: Any) -> Any:
+    def _apply(
+        self, turns: tuple[str, ...], system: str | None, parts: bool, dated: bool, **how: Any
+    ) -> Any:
+        if dated:
+            day = datetime.date.fromisoformat(self.day)
+            how["date_string"] = day.strftime("%d %b %Y")
         spoken = [] if system is None else [("system", system)]
         spoken += [(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)]
         chat = [
@@ -157,36 +171,46 @@ class Chat:
         ]
         return self.tokenizer.apply_chat_template(chat, chat_template=self._template, **how)
 
-    def _manner(self) -> tuple[str | None, bool]:
-        """How the template wants messages: a system message first, and texts as lists of parts."""
+    def _manner(self) -> Manner:
+        """How the template wants messages."""
         template = self._template
         if template not in self._manners:
             self._manners[template] = self._find_manner()
         return self._manners[template]
 
-    def _find_manner(self) -> tuple[str | None, bool]:
+    def _find_manner(self) -> Manner:
         why = None
-        for system in (None, SYSTEM):
-            for parts in (False, True):
-                try:
-                    text = self._apply((_QUESTION,), system, parts, tokenize=False)
-                except Exception as err:  # jinja's errors have no common type
-                    why = why or str(err).strip().partition("\n")[0] or type(err).__name__
-                    continue
-                if _QUESTION in text:
-                    return system, parts
+        for dated, system, parts in itertools.product((False, True), (None, SYSTEM), (False, True)):
+            try:
+                text = self._apply((_QUESTION,), system, parts, dated, tokenize=False)
+            except Exception as err:  # jinja's errors have no common type
+                why = why or first_line(err)
+                continue
+            if _QUESTION in text:
+                return system, parts, dated
         why = why or "it leaves the message out"
         raise UserError(f"its chat template cannot write a user's message: {why}")
 
     @property
     def _template(self) -> str:
-        """The chat template with its clock stopped at the day of the run.
-
-        A template gets plain data only, so the clock is set where the template reads it.
-        """
+        """The chat template with its clock stopped at the day of the run."""
         try:
             template = self.tokenizer.get_chat_template()
         except ValueError as err:
             raise UserError(f"its chat template cannot be chosen: {err}") from err
-        day = datetime.datetime.fromisoformat(self.day)
-        return _CLOCK.sub(lambda call: repr(day.strftime(call["form"])), template)
+        return stopped(template, self.day) if "strftime_now" in template else template
+
+
+def stopped(template: str, day: str) -> str:
+    """A chat template whose clock stands at the beginning of a day, given as yyyy-mm-dd.
+
+    Templates are given no functions, so the clock becomes a macro of the template itself, which
+    replaces each directive by what it stands for. The empty text behind it keeps a first line that
+    is blank.
+    """
+    date = datetime.datetime.fromisoformat(day)
+    replaced = "".join(f".replace({mark!r}, {date.strftime(mark)!r})" for mark in _DIRECTIVES)
+    # Two percent signs stand for one, which must not begin a directive.
+    form = f"format.replace('%%', '\\x00'){replaced}.replace('\\x00', '%')"
+    macro = f"{{%- macro strftime_now(format) %}}{{{{ {form} }}}}{{% endmacro %}}"
+    return macro + "{{ '' }}" + template

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from draftlayers.project import Say, UserError, quiet
+from draftlayers.project import Say, UserError, first_line, quiet
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,8 @@ QUANTISERS = {
     "hf_quant_config.json": "modelopt",
 }
 POINTER = b"version https://git-lfs.github.com/spec/"
-# Types of a ``.weight`` that means something only together with its scales.
-QUANTISED_TYPES = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "F8", "F4", "F6")
+# Types of a ``.weight`` that is what it says; any other means something only with its scales.
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 # What older versions of transformers saved beside the weights, and models compute by themselves.
 MASKS = re.compile(r"(attn|attention)\.(masked_)?bias$|\.inv_freq$|\.position_ids$")
 SHOWN = 4  # names in one sentence
@@ -192,7 +192,12 @@ def _weight_files(folder: Path, settings: Mapping[str, Any], whole: bool) -> lis
             f"{folder} has only pickled weights ({listing(path.name for path in pickled)}), which "
             f"could run any code and are not read; save the model as safetensors"
         )
-    if others := [*folder.glob("*.gguf"), *folder.glob("*.safetensors")]:
+    others = [*folder.glob("*.gguf"), *folder.glob("*.safetensors")]
+    if lost := [path.name for path in others if not path.exists()]:
+        raise UserError(
+            f"{listing(lost)} in {folder} leads to a file that is not there; fetch it again"
+        )
+    if others:
         raise UserError(
             f"{folder} has no {SINGLE} and no {INDEX}, but {listing(p.name for p in others)}; "
             "give a GGUF file by its own path, or rename the weights"
@@ -234,9 +239,7 @@ def _check_header(path: Path) -> None:
     if not types:
         raise UserError(f"{path.name} in {path.parent} holds no weights; fetch it again")
     odd = [
-        name
-        for name, kind in types.items()
-        if name.endswith(".weight") and kind.startswith(QUANTISED_TYPES)
+        name for name, kind in types.items() if name.endswith(".weight") and kind not in PLAIN_TYPES
     ]
     if odd:
         raise UserError(
@@ -378,8 +381,10 @@ def _explained(name: str) -> Iterator[None]:
             f"cannot load {name!r}: it does not fit into memory; give a smaller model"
         ) from err
     except Exception as err:
-        first = str(err).strip().splitlines()[0] if str(err).strip() else "without a word"
-        if not isinstance(err, (OSError, ValueError, ImportError)):
+        first = first_line(err)
+        if first.endswith(":"):  # what follows is the reason
+            first = " ".join(str(err).split())[:200]
+        if str(err).strip() and not isinstance(err, (OSError, ValueError, ImportError)):
             first = f"{type(err).__name__}: {first}"
         if "trust_remote_code" in str(err):
             hint = "if you trust its author's code, add -p trust_remote_code=true"
@@ -434,7 +439,9 @@ def check_loaded(name: str, model: Any, loaded: Mapping[str, Any], say: Say = qu
         if weight.device.type != "meta" and not weight.isfinite().all()
     ]
     if odd:
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        from draftlayers.device import dtype_name  # needs torch, which naming files does not
+
+        dtype = dtype_name(next(model.parameters()).dtype)
         raise UserError(
             f"cannot load {name!r}: {len(odd)} of its weights have values that are NaN or "
             f"infinite in {dtype} ({listing(odd)}); expected numbers, so give another checkpoint"

@@ -1,7 +1,8 @@
 """Debiased linear CKA of two layers, as its formula stands.
 
-Used in chapter 04 to say what is computed, and in tests to check it. Everything is in memory and
-in float64; ``cka_sums`` computes the same for all pairs of layers and any number of rows.
+Used by tests: it says in a few lines what chapter 04 computes, and the rest is held against it.
+Everything is in memory and in float64; ``cka_sums`` computes the same for all pairs of layers and
+any number of rows.
 """
 
 from __future__ import annotations

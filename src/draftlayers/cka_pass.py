@@ -46,6 +46,7 @@ class Plan:
 
     @property
     def exact(self) -> bool:
+        """Whether all directions are exact, so that nothing is left for the blocks."""
         return self.rank == self.d
 
     def __str__(self) -> str:
@@ -135,7 +136,20 @@ def choose_plan(
 
 
 def deal_parts(sequence: Tensor, seed: int, most: int = PARTS) -> Tensor:
-    """Deal whole sequences into at most ``most`` parts; returns the part of each row."""
+    """Deal whole sequences into at most ``most`` parts.
+
+    Parameters
+    ----------
+    sequence
+        ``[n]`` sequence of each row.
+    seed
+        Of the order in which sequences are dealt.
+
+    Returns
+    -------
+    Tensor
+        int64 ``[n]``: part of each row, the same for all rows of a sequence.
+    """
     names, index = sequence.unique(return_inverse=True)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
     return order[index] % most

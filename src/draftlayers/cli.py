@@ -95,7 +95,8 @@ def _check(run: Run, *abilities: str) -> None:
         target = check(model, run.parameter("trust_remote_code"), say_to.print)
     target.require(*abilities)
     target.require_room(run.parameter("max_prompt_tokens"), run.parameter("answer_tokens"))
-    check_candidates(target.n_layers, run.parameter("k"))
+    if "select" in abilities:
+        check_candidates(target.n_layers, run.parameter("k"))
     for note in target.notes:
         say_to.print(f"[yellow]note:[/] {escape(note)}")
 
@@ -212,7 +213,7 @@ def answer(
 
     this = _open(model, "full", parameter, runs)
     others = [prompt for path in apart for prompt in read_prompts(path)]
-    _check(this, "select")
+    _check(this, "write")
 
     def say(text: str) -> None:
         say_to.print(f"[dim]{time.monotonic() - started:6.0f} s  {text}[/]")

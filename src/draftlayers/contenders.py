@@ -37,7 +37,12 @@ def head_folder(run: Run, layers: Sequence[int], seed: int) -> Path:
 
 
 def parse_head_name(name: str) -> tuple[tuple[int, ...], int]:
-    """Layers and seed of a head, from the name of its folder; other names are refused.
+    """Layers and seed of a head, from the name of its folder.
+
+    Raises
+    ------
+    UserError
+        When it is no such name.
 
     >>> parse_head_name("2-15-27-s0")
     ((2, 15, 27), 0)

@@ -1,17 +1,21 @@
 """How long a sequence a model can take, as its configuration and tokenizer tell.
 
-Used by ``targets`` (the context a model was made for), and by ``answers`` and ``engine`` (the
+Used by ``targets`` (the context a model was made for), and by ``writing`` and ``engine`` (the
 length up to which a cache stays right).
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 NO_LIMIT = 1 << 20  # context of a model whose configuration and tokenizer name none, as with ALiBi
 # Rotary embeddings that depend on the position alone. "dynamic" and "longrope" also turn by the
 # length of the sequence.
 FIXED_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+# Names that configurations give to how far a token sees. ``sliding_window`` is the one that masks
+# show; what the others do is only known to the model.
+_WINDOW = re.compile(r"(window|chunk)(_size|_len|_length)?$")
 
 
 def context_of(config: Any, tokenizer: Any) -> int:
@@ -48,6 +52,28 @@ def cached_limit(config: Any, context: int) -> tuple[int, str]:
                 "turns all positions alike"
             )
     return limit, bound
+
+
+def own_windows(config: Any) -> dict[str, int]:
+    """Windows that a decoder applies by itself, where no mask of ours reaches, by their names.
+
+    >>> from transformers import GPTNeoConfig
+    >>> own_windows(GPTNeoConfig(window_size=16))
+    {'window_size': 16}
+    """
+    return {name: n for name, n in _windows(config).items() if name != "sliding_window"}
+
+
+def turning_points(config: Any) -> list[int]:
+    """Lengths at which a configuration says that something happens: windows and rotations."""
+    places = [config.to_dict(), *ropes(config)]
+    rotations = [place.get("original_max_position_embeddings") for place in places]
+    return [*_windows(config).values(), *(n for n in rotations if type(n) is int and n > 0)]
+
+
+def _windows(config: Any) -> dict[str, int]:
+    values = config.to_dict().items()
+    return {name: n for name, n in values if _WINDOW.search(name) and type(n) is int and n > 0}
 
 
 def ropes(config: Any) -> list[dict[str, Any]]:

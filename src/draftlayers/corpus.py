@@ -1,7 +1,8 @@
 """The corpus of a run: conversations whose answers the target itself wrote.
 
-Used by chapter 01, by everything that trains, and by chapter 07 for the prompts that are decoded.
-It puts together what ``prompts`` reads and ``answers`` writes, and knows nothing of hidden states.
+Used by chapter 01, by everything that trains, by chapter 07 for the prompts that are decoded, and
+by ``draftlayers answer``. It puts together what ``prompts`` reads, ``asking`` makes and ``answers``
+writes, and knows nothing of hidden states.
 """
 
 from __future__ import annotations

@@ -51,7 +51,18 @@ def collect_statistics(run: Run, target: Target, say: Say = quiet) -> StateStore
 def entropies(
     run: Run, target: Target, store: StateStore, rows: Tensor, say: Say = quiet
 ) -> tuple[CKA, EntropySamples]:
-    """Similarity of all boundaries on all eligible rows, and entropies of samples of these."""
+    """Similarity of all boundaries on all eligible rows, and entropies of samples of these.
+
+    Parameters
+    ----------
+    rows
+        ``[n]`` eligible rows by falling predictive entropy (``filtering.eligible``).
+
+    Raises
+    ------
+    ValueError
+        With fewer than 4 rows, constant layers, or states that are not finite.
+    """
     seed = run.spec.seed
     similar = accumulate(store, rows, store.meta["sequence"][rows], seed=seed).compute()
     samples = sample_entropies(
@@ -158,9 +169,17 @@ def sweep(
     Parameters
     ----------
     rows
-        Eligible rows by falling predictive entropy (``filtering.eligible``).
+        ``[n]`` eligible rows by falling predictive entropy (``filtering.eligible``).
     samples
         Entropies of these rows.
+
+    Raises
+    ------
+    UserError
+        When ``keep`` leaves too few rows, these come from too few sequences for a bootstrap, or a
+        boundary cannot be scored.
+    ValueError
+        With constant layers, or states that are not finite.
     """
     spec, sequence = run.spec, store.meta["sequence"][rows]
     shares, seed = swept_shares(spec.keep), spec.seed
@@ -243,7 +262,14 @@ def choose(
     Parameters
     ----------
     rows, samples
-        All eligible rows by falling predictive entropy, and entropies of these.
+        All ``[n]`` eligible rows by falling predictive entropy, and entropies of these.
+    level
+        Of the share in use (``Sweep.used``).
+
+    Raises
+    ------
+    UserError
+        When a boundary cannot be scored.
     """
     spec = run.spec
     kept = filtering.kept(rows, level.share)

@@ -61,6 +61,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -297,9 +298,11 @@ class Draft:
 
     @property
     def depth(self) -> int:
+        """Levels of the tree; 0 when nothing was guessed."""
         return max(self.depths, default=0)
 
     def children(self, node: int) -> list[int]:
+        """The guesses right under a node, in their order."""
         return [i for i, parent in enumerate(self.parents) if parent == node]
 
     def shape(self, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -30,6 +30,15 @@ def device_name() -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a kind of number is called, as messages and records have it.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def multiplies_bfloat16() -> bool:
     """Whether this processor has bfloat16 products of its own (AVX512-BF16 or AMX)."""
     # Older releases of torch do not tell.

@@ -90,6 +90,7 @@ class HeadDrafter:
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
+        """Start an empty sequence of at most `capacity` accepted tokens."""
         needed = capacity + self.depth * self.top_k
         if needed > self.cache.capacity:
             self.cache = self.head.new_cache(1 << (needed - 1).bit_length())
@@ -98,6 +99,7 @@ class HeadDrafter:
             yield
 
     def observe(self, tokens: Sequence[int], states: Tensor | None) -> None:
+        """Take in accepted tokens: the target's states ``[m, K*d]``, and the token after each."""
         assert states is not None  # a head reads at least one boundary
         first, device = self.cache.length, self.hidden.device
         hidden = self.head.fuse(states.to(device, self.hidden.dtype))[None]
@@ -106,6 +108,7 @@ class HeadDrafter:
         self.hidden = self.head(hidden, after, positions, self.cache)[:, -1:]
 
     def propose(self, depth: int, sampling: Sampling, chance: Chance) -> Draft:
+        """Guess at most `depth` levels ahead of what was observed; the cache forgets them again."""
         depth, observed = min(depth, self.depth), self.cache.length
         drafted = self._tree(depth) if self.top_k > 1 else self._chain(depth, sampling, chance)
         # What the head computed from its own guesses gives way to states of the target.

@@ -1,10 +1,10 @@
 """The engine: runs the target's passes for decoding, fast, with a cache that can forget.
 
-Used by chapter 07, and by ``writing`` for its passes. An ``Engine`` takes some new tokens, shaped
-as a chain or as a tree, and gives the target's logits and the residual stream at chosen boundaries;
-afterwards it keeps the keys and values of the accepted tokens and drops the others. What to draft
-and what to accept is left to ``decoding``; the ways to run a pass to ``passes``; how long things
-take to ``speed``.
+Used by chapter 07, by ``writing`` in chapter 01 for its passes, and by ``capabilities``, which
+tries one out. An ``Engine`` takes some new tokens, shaped as a chain or as a tree, and gives the
+target's logits and the residual stream at chosen boundaries; afterwards it keeps the keys and
+values of the accepted tokens and drops the others. What to draft and what to accept is left to
+``decoding``; the ways to run a pass to ``passes``; how long things take to ``speed``.
 
 An engine takes the first way that gives the model's own logits, which it tries out before anything
 is decoded: the lean pass for decoders of Llama's shape on a CPU, then Hugging Face's code with
@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from draftlayers.contexts import cached_limit, ropes
+from draftlayers.contexts import cached_limit, turning_points
 from draftlayers.packing import can_pack
 from draftlayers.passes import (
-    OWN_WINDOWS,
     ChainPass,
     HuggingFacePass,
     KVCache,
@@ -109,10 +108,12 @@ class Engine:
 
     @property
     def length(self) -> int:
+        """Accepted tokens in the cache."""
         return self.kv.length
 
     @property
     def trees(self) -> bool:
+        """Whether drafts may fork."""
         return self.passes.trees
 
     @contextmanager
@@ -272,11 +273,7 @@ class Engine:
 
     def _reach(self) -> int:
         """Tokens that take the check past what the configuration says happens at some length."""
-        config = self.target.config
-        names = ("sliding_window", *OWN_WINDOWS, "original_max_position_embeddings")
-        places = [config.to_dict(), *ropes(config)]
-        lengths = [place.get(name) for place in places for name in names]
-        near = [x for x in lengths if isinstance(x, int) and 0 < x <= REACH - 16]
+        near = [n for n in turning_points(self.target.config) if n <= REACH - 16]
         return min(REACH, 2 * max(near, default=3))
 
 

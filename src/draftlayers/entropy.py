@@ -120,7 +120,7 @@ def trace_gram(states: Tensor) -> Tensor:
     x = x - x.mean(0)
     trace = x.square().sum()
     if not trace > 0:
-        raise ValueError("all rows of a layer are equal, so it has no spectrum")
+        raise ValueError("all rows of states are equal, so they have no spectrum")
     return x @ x.T / trace
 
 

@@ -248,7 +248,9 @@ class Examples:
             int(self.answer[f : f + n].sum()) for f, n in zip(self.first, self.length, strict=True)
         ]
         if not sum(self.answer_tokens):
-            raise UserError("no answer tokens among the conversations to train on")
+            raise UserError(
+                "no answer tokens among the conversations to train on; give some that have answers"
+            )
 
     def __len__(self) -> int:
         return len(self.first)

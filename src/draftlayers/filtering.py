@@ -25,8 +25,9 @@ from draftlayers.selection import EXHAUSTIVE_K, all_sets, search
 from draftlayers.spec import FEWEST_ROWS
 from draftlayers.stability import Stability, bootstrap_choice
 
-SINK_RATIO = 10.0
-SINK_POSITIONS = 1
+SINK_RATIO = 10.0  # times the median norm of a boundary: rows beyond it are outliers
+SINK_POSITIONS = 1  # first positions of a sequence that are sinks whatever their norm
+CONFIDENCE = 0.9  # share of bootstrap replicates in which a layer that can be trusted is chosen
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
@@ -42,13 +43,12 @@ class Eligible:
     counts: dict[str, int]
 
 
-def sinks(
-    norms: Tensor, position: Tensor, *, ratio: float = SINK_RATIO, positions: int = SINK_POSITIONS
-) -> tuple[Tensor, Tensor]:
+def sinks(norms: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """Attention sinks: the first positions of a sequence, and rows of outlying norm.
 
     Massive activations sit on the first token and on a few others, such as the first full stop
-    or newline (Sun et al. 2024), so a rule by position alone misses some of them.
+    or newline (Sun et al. 2024), so a rule by position alone misses some of them. A row is an
+    outlier when its norm exceeds ``SINK_RATIO`` times the median of its boundary at any boundary.
 
     Parameters
     ----------
@@ -56,28 +56,17 @@ def sinks(
         ``[boundaries, n]`` norms of the states.
     position
         ``[n]`` position in the sequence.
-    ratio
-        A row is an outlier when its norm exceeds ``ratio`` times the median of its boundary at
-        any boundary.
-    positions
-        How many first positions are sinks whatever their norm.
 
     Returns
     -------
     by_position, by_norm
         Each bool ``[n]``.
     """
-    median = norms.median(dim=1).values
-    return position < positions, (norms > ratio * median[:, None]).any(0)
+    median = norms.nanmedian(dim=1).values
+    return position < SINK_POSITIONS, (norms > SINK_RATIO * median[:, None]).any(0)
 
 
-def eligible(
-    meta: Mapping[str, Tensor],
-    norms: Tensor,
-    *,
-    keep_sinks: bool = False,
-    ratio: float = SINK_RATIO,
-) -> Eligible:
+def eligible(meta: Mapping[str, Tensor], norms: Tensor, *, keep_sinks: bool = False) -> Eligible:
     """Rows for the statistics: answer positions, no copies, no sinks.
 
     Parameters
@@ -89,15 +78,13 @@ def eligible(
         ``[boundaries, n]``.
     keep_sinks
         Keep sinks, also those in prompts, to show what they would do. All else still goes.
-    ratio
-        See ``sinks``.
 
     Raises
     ------
     UserError
         When fewer than 64 rows remain.
     """
-    by_position, by_norm = sinks(norms, meta["position"], ratio=ratio)
+    by_position, by_norm = sinks(norms, meta["position"])
     reasons = {"copies of a shared prefix": meta["duplicate"]}
     other = ~meta["answer"]
     if keep_sinks:
@@ -129,7 +116,7 @@ def kept(rows: Tensor, share: float) -> Tensor:
     """The first ``share`` of rows that are ordered by falling predictive entropy.
 
     A share is a quantile, so no entropy in nats has to be chosen, and a monotone change of the
-    entropies changes nothing.
+    entropies changes nothing. Of ``rows [n]`` these are ``[round(share n)]``.
     """
     return rows[: round(len(rows) * share)]
 
@@ -172,13 +159,11 @@ def recommend(
     chosen: Sequence[tuple[int, ...]],
     inclusion: ArrayLike,
     rows: Sequence[int],
-    *,
-    confidence: float = 0.9,
 ) -> Recommendation:
     """Recommend the smallest share whose choice of layers can be trusted.
 
     A share can be trusted when (i) every layer it chooses is also chosen in at least
-    ``confidence`` of its own bootstrap replicates, and (ii) all larger shares choose the same
+    ``CONFIDENCE`` of its own bootstrap replicates, and (ii) all larger shares choose the same
     layers, so that the cut decides nothing by itself. When no share below 1 passes, nothing is
     filtered.
 
@@ -199,7 +184,7 @@ def recommend(
     for i in range(len(shares) - 2, -1, -1):
         if chosen[i] != chosen[-1]:
             break
-        if weakest[i] >= confidence and rows[i] >= FEWEST_ROWS:
+        if weakest[i] >= CONFIDENCE and rows[i] >= FEWEST_ROWS:
             best = i
     if best is not None:
         return Recommendation(
@@ -216,7 +201,7 @@ def recommend(
             f"{list(chosen[list(shares).index(max(different))])}, keeping everything "
             f"{list(chosen[-1])})"
         )
-        if weakest[-1] < confidence:
+        if weakest[-1] < CONFIDENCE:
             why += f" and changes between replicates even without a cut ({weakest[-1]:.0%})"
     else:
         why = (

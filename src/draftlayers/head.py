@@ -166,14 +166,14 @@ class DraftHead(nn.Module):
         return cast(Tensor, self.lm_head(self.norm(hidden)))
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Target token ids of draft ids, any shape."""
+        """Target token ids of draft ids, int64 of any shape, each below D."""
         return draft_ids + self.d2t[draft_ids]
 
-    def new_cache(self, capacity: int, batch: int = 1) -> HeadCache:
-        """An empty cache for `capacity` entries, on the head's device and in its precision."""
+    def new_cache(self, capacity: int) -> HeadCache:
+        """An empty cache for `capacity` entries of one sequence, where and as the head is."""
         self.ensure_positions(capacity + 1)
         w, c = self.fc.weight, self.config
-        shape = (c.head_layers, batch, c.n_kv_heads, capacity, c.head_dim)
+        shape = (c.head_layers, 1, c.n_kv_heads, capacity, c.head_dim)
         return HeadCache(w.new_zeros(shape), w.new_zeros(shape))
 
     def ensure_positions(self, count: int) -> None:

@@ -94,7 +94,8 @@ class HeadConfig:
             )
         if self.n_heads % self.n_kv_heads:
             raise UserError(
-                f"{self.n_heads} attention heads cannot share {self.n_kv_heads} key-value heads"
+                f"{self.n_heads} attention heads cannot share {self.n_kv_heads} key-value heads; "
+                f"expected a multiple of {self.n_kv_heads}"
             )
 
     @property
@@ -108,7 +109,13 @@ class HeadConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> HeadConfig:
-        """Rebuild a configuration from `to_dict`; a field that does not fit is refused."""
+        """Rebuild a configuration from `to_dict`.
+
+        Raises
+        ------
+        UserError
+            When a field is missing, unknown, of another type, or out of range.
+        """
         names = {f.name for f in fields(cls)}
         if missing := sorted(names - values.keys()):
             raise UserError(f"head configuration without {', '.join(missing)}")

@@ -36,7 +36,13 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Refuse a head's configuration with a value of another type, or a size of no tensor."""
+    """Refuse a head's configuration with a value of another type, or a size of no tensor.
+
+    Raises
+    ------
+    UserError
+        Names the first field that is wrong, and what is expected.
+    """
     for name in SIZES:
         if type(values[name]) is not int or not 1 <= values[name] <= LARGEST:
             raise UserError(f"{name} of a head must be a whole number from 1 to {LARGEST}")
@@ -61,7 +67,13 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_trained_on(folder: Path, digest: str) -> None:
-    """Refuse a head whose record, if it has one, names a target of another digest."""
+    """Refuse a head whose record, if it has one, names a target of another digest.
+
+    Raises
+    ------
+    UserError
+        When it does.
+    """
     causes = (read_record(folder / "training.json") or {}).get("causes")
     if isinstance(causes, dict) and causes.get("target", digest) != digest:
         raise UserError("this head was trained on another target, or on other weights of this one")
@@ -104,6 +116,11 @@ def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     """Refuse weights that are not there, not known, of another shape, or not numbers as expected.
 
     `expected` has the names, shapes and kinds of number that belong there.
+
+    Raises
+    ------
+    UserError
+        Names the weights that are wrong.
     """
     wrong = [
         name
@@ -123,7 +140,13 @@ def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not finite in the precision that they are used in."""
+    """Refuse weights that are not finite in the precision that they are used in.
+
+    Raises
+    ------
+    UserError
+        Names the first that has such values.
+    """
     for name, value in weights.items():
         if value.is_floating_point() and not value.isfinite().all():
             raise UserError(f"{name} holds values that are not finite")
@@ -133,6 +156,11 @@ def check_rope(tables: Callable[[], tuple[Tensor, ...]], head_dim: int) -> None:
     """Refuse RoPE settings that do not turn heads of this width, before anything is decoded.
 
     `tables` makes the cosines and sines ``[n, head_dim]`` of the first positions.
+
+    Raises
+    ------
+    UserError
+        When they cannot be made, are not as wide as a head, or are not finite.
     """
     try:
         made = tables()

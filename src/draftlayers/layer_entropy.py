@@ -33,10 +33,10 @@ from draftlayers.entropy import (
     spectrum_entropy,
     trace_gram,
 )
-from draftlayers.project import Say, quiet
+from draftlayers.project import Say, UserError, quiet
 from draftlayers.store import Source
 
-GRAM_ROWS = 128
+GRAM_ROWS = 128  # sampled at each boundary for entropies of spectra
 _LENS_ROWS = 128  # rows unembedded at once
 _MIXTURE_ROWS = 32
 
@@ -86,8 +86,8 @@ class EntropySamples:
     def among(self, count: int, overlap: Tensor, grams: Tensor) -> EntropySamples:
         """The same for the first ``count`` of the measured rows.
 
-        Overlap and Gram matrices cannot be cut down and have to be those of these rows
-        (``CKASums.compute``, ``sample_grams``).
+        Overlap ``[L, L]`` and Gram matrices ``[L, g, g]`` cannot be cut down and have to be those
+        of these rows (``CKASums.compute``, ``sample_grams``).
         """
         kept = self.lens_rows < count
         return replace(
@@ -138,8 +138,6 @@ def sample_entropies(
     overlap: Tensor,
     *,
     lens_tokens: int,
-    boundaries: Sequence[int] | None = None,
-    gram_rows: int = GRAM_ROWS,
     seed: int = 0,
     say: Say = quiet,
 ) -> EntropySamples:
@@ -160,11 +158,13 @@ def sample_entropies(
     Raises
     ------
     ValueError
-        When there are fewer than 4 rows, or entropies are not finite.
+        When there are fewer than 4 rows.
+    UserError
+        When entropies of a boundary are not finite, or all of its rows are equal.
     """
     if len(rows) < 4:
         raise ValueError(f"entropies need at least 4 rows, got {len(rows)}")
-    boundaries = tuple(source.boundaries if boundaries is None else boundaries)
+    boundaries = source.boundaries
     generator = torch.Generator().manual_seed(seed)
     lens_rows = spread_sample(len(rows), lens_tokens, generator)
     lens = torch.empty(len(boundaries), len(lens_rows))
@@ -177,36 +177,46 @@ def sample_entropies(
             features[i, start:stop], mass[i, start:stop] = feature_softmax(block[0])
             start = stop
         say(f"logit-lens entropy: boundary {boundary}, {len(lens_rows):,} positions")
-    if not (torch.isfinite(lens).all() and torch.isfinite(mass).all()):
-        raise ValueError("an entropy is NaN or infinite; the states hold such values")
-    grams = sample_grams(source, rows, boundaries, count=gram_rows, seed=seed)
+    good = (lens + mass).isfinite().all(1).tolist()
+    if odd := [b for b, fine in zip(boundaries, good, strict=True) if not fine]:
+        raise UserError(
+            f"entropy at boundaries {odd} is NaN or infinite, since their states hold such values; "
+            "delete the run's states and collect them again, or give another target"
+        )
+    grams = sample_grams(source, rows, seed=seed)
     return EntropySamples(
         lens, lens_rows, features, mass, grams, overlap, target.vocab_size, source.d, len(rows)
     )
 
 
-def sample_grams(
-    source: Source,
-    rows: Tensor,
-    boundaries: Sequence[int] | None = None,
-    *,
-    count: int = GRAM_ROWS,
-    seed: int = 0,
-) -> Tensor:
-    """Trace-1 Gram matrices ``[L, count, count]`` of the same sampled rows at every boundary.
+def sample_grams(source: Source, rows: Tensor, *, seed: int = 0) -> Tensor:
+    """Trace-1 Gram matrices ``[L, g, g]`` of the same g sampled rows at every boundary.
 
-    Entropies of spectra grow with the number of rows, so compare them at equal counts only.
+    Entropies of spectra grow with the number of rows, so compare them at equal g only; it is
+    ``GRAM_ROWS``, or all rows where they are fewer.
+
+    Raises
+    ------
+    UserError
+        When all rows of a boundary are equal.
     """
-    places = spread_sample(len(rows), count, torch.Generator().manual_seed(seed))
+    places = spread_sample(len(rows), GRAM_ROWS, torch.Generator().manual_seed(seed))
     chosen = rows[places]
-    boundaries = source.boundaries if boundaries is None else boundaries
-    return torch.stack(
-        [trace_gram(next(source.blocks(chosen, len(chosen), [b]))[0]) for b in boundaries]
-    )
+    grams = []
+    for b in source.boundaries:
+        try:
+            grams.append(trace_gram(next(source.blocks(chosen, len(chosen), [b]))[0]))
+        except ValueError as err:
+            raise UserError(f"boundary {b}: {err}") from None
+    return torch.stack(grams)
 
 
 def spread_sample(n: int, count: int, generator: torch.Generator) -> Tensor:
-    """``min(n, count)`` rising places of range(n), one drawn from each of equal intervals."""
+    """Rising places of range(n), int64 ``[min(n, count)]``: one drawn from each of equal intervals.
+
+    >>> spread_sample(3, 9, torch.Generator().manual_seed(0))
+    tensor([0, 1, 2])
+    """
     count = min(n, count)
     edges = torch.arange(count + 1) * n // count
     return edges[:-1] + (torch.rand(count, generator=generator) * edges.diff()).long()
@@ -228,9 +238,8 @@ class Definition:
         concatenation, ``[M]`` or ``[B, M]``.
     largest
         Function of ``EntropySamples`` and k: the largest possible value.
-    formula, aggregate, invariant, cost, source
-        For the reader, in TeX and words; source is a citation key, or
-        empty for a quantity in common use.
+    name, title, formula, aggregate, invariant, cost
+        For the reader, in TeX and words.
     additive
         Whether the entropy of a set is the mean of its members'.
     """
@@ -241,7 +250,6 @@ class Definition:
     aggregate: str
     invariant: str
     cost: str
-    source: str
     layers: Callable[[EntropySamples], Tensor]
     sets: Callable[[EntropySamples, Sets], Tensor]
     largest: Callable[[EntropySamples, int], float]
@@ -354,7 +362,6 @@ DEFINITIONS: dict[str, Definition] = {
             aggregate="mean of the members",
             invariant="scale of each state (the final norm removes it)",
             cost=r"$2ndV$",
-            source="nostalgebraist2020",
             layers=lambda samples: _row_mean(samples.lens, samples),
             sets=_lens_sets,
             largest=lambda samples, k: math.log(samples.vocabulary),
@@ -367,7 +374,6 @@ DEFINITIONS: dict[str, Definition] = {
             aggregate=r"same formula for the concatenation, each layer scaled to trace 1",
             invariant="rotation, shift, scale",
             cost="none beyond CKA",
-            source="skean2025",
             layers=_renyi_layers,
             sets=_renyi_sets,
             largest=lambda samples, k: math.log(min(samples.rows - 1, k * samples.width)),
@@ -379,7 +385,6 @@ DEFINITIONS: dict[str, Definition] = {
             aggregate=r"same formula for the concatenation, each layer scaled to trace 1",
             invariant="rotation, shift, scale",
             cost=r"$g^2d+g^3$ for $g$ rows",
-            source="skean2025",
             layers=_gram_layers(lambda grams, width: spectrum_entropy(grams)),
             sets=_gram_sets(lambda grams, width: spectrum_entropy(grams), mean=True),
             largest=lambda samples, k: math.log(_directions(samples, k)),
@@ -391,7 +396,6 @@ DEFINITIONS: dict[str, Definition] = {
             aggregate=r"same formula with the sum of the members' $\hat\Sigma$ in row space",
             invariant="rotation, shift, scale",
             cost=r"$g^2d+g^3/3$ for $g$ rows",
-            source="ma2007",
             layers=_gram_layers(coding_rate),
             sets=_gram_sets(coding_rate, mean=False),
             largest=_largest_coding,
@@ -403,7 +407,6 @@ DEFINITIONS: dict[str, Definition] = {
             aggregate="same formula for the concatenated features",
             invariant="order of features only; scale acts as a temperature",
             cost=r"$nd$",
-            source="",
             layers=lambda samples: _row_mean(samples.feature_entropy, samples),
             sets=_feature_sets,
             largest=lambda samples, k: math.log(k * samples.width),
@@ -419,7 +422,7 @@ def replicated_shares(
     weights: Tensor,
     overlaps: Tensor,
 ) -> NDArray[Any]:
-    """Entropies in bootstrap replicates, as ``selection.stability`` wants them.
+    """Entropies in bootstrap replicates, as ``stability.bootstrap_choice`` wants them.
 
     Parameters
     ----------

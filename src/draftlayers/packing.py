@@ -1,10 +1,10 @@
 """Linear layers with weights that oneDNN has laid out once, for small batches on a CPU.
 
-Used by chapter 07, by the engine's passes and by the head's guesses, and wherever else few rows
-meet large matrices. A product of few rows takes as long as its weights take to be read, but an
-ordinary matrix product does not come near the speed of memory. Weights packed for oneDNN's own
-kernels do. The module that owns the weights stays as it is; the packed copy doubles their memory.
-Which passes to run with them is left to ``engine`` and ``drafting``.
+Used by chapter 01 (``writing``) and chapter 07, by the engine's passes and by the head's guesses:
+wherever few rows meet large matrices. A product of few rows takes as long as its weights take to be
+read, but an ordinary matrix product does not come near the speed of memory. Weights packed for
+oneDNN's own kernels do. The module that owns the weights stays as it is; the packed copy doubles
+their memory. Which passes to run with them is left to ``engine``, ``writing`` and ``drafting``.
 """
 
 from __future__ import annotations

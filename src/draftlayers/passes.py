@@ -1,10 +1,11 @@
 """Ways to run one pass of the target over new tokens, and the cache they read and fill.
 
-Used by chapters 01 and 07 through ``engine``, which chooses among them and checks what they give.
-All take the new tokens, their positions, and who may see whom, and give logits and the residual
-stream at the boundaries of the session. ``HuggingFacePass`` runs the model's own code with masks of
-ours, and as CUDA graphs where it can; ``ChainPass`` leaves the masks to the model; ``LlamaPass`` is
-a lean twin of one family for a CPU, which also reads several sequences at once.
+Used in chapters 01 and 07: by ``engine``, which chooses among them and checks what they give, and
+by ``writing``, which runs ``LlamaPass`` over many sequences. All take the new tokens, their
+positions, and who may see whom, and give logits and the residual stream at the boundaries of the
+session. ``HuggingFacePass`` runs the model's own code with masks of ours, and as CUDA graphs where
+it can; ``ChainPass`` leaves the masks to the model; ``LlamaPass`` is a lean twin of one family for
+a CPU, which also reads several sequences at once.
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftlayers.contexts import FIXED_ROPE, ropes
+from draftlayers.contexts import FIXED_ROPE, own_windows, ropes
 from draftlayers.packing import PackedLinear, PackedLinears, fastest_rows
 from draftlayers.targets import Target
 
-# Windows that a decoder applies inside its layers, where no mask of ours reaches.
-OWN_WINDOWS = ("window_size", "attention_chunk_size")
 # Settings that change what Llama's parts compute. Small values would not show in a comparison.
 UNLIKE_LLAMA = (
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling",
@@ -133,11 +132,11 @@ class HuggingFacePass:
     def fits(target: Target, packed: bool) -> bool:
         """Whether every window is one that a mask can show."""
         kinds = getattr(target.config, "layer_types", None) or ()
-        hidden = [getattr(target.config, name, None) for name in OWN_WINDOWS]
-        return "chunked_attention" not in kinds and not any(hidden)
+        return "chunked_attention" not in kinds and not own_windows(target.config)
 
     @contextmanager
     def session(self, boundaries: Sequence[int]) -> Iterator[None]:
+        """Give the states of these boundaries, with packed weights in place if there are any."""
         self.boundaries = tuple(sorted(boundaries))
         packed = self.linears.installed() if self.linears else nullcontext()
         with packed, self.target.capture(self.boundaries) as self.states:
@@ -210,6 +209,7 @@ class ChainPass(HuggingFacePass):
 
     @staticmethod
     def fits(target: Target, packed: bool) -> bool:
+        """Always: the decoder is taken as it is."""
         return True
 
 
@@ -296,6 +296,7 @@ class LlamaPass:
 
     @contextmanager
     def session(self, boundaries: Sequence[int]) -> Iterator[None]:
+        """Give the states of these boundaries; the model itself stays as it is."""
         self.boundaries = tuple(sorted(boundaries))
         yield
 

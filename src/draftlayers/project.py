@@ -33,6 +33,16 @@ class UserError(ValueError):
     """A request that cannot be served, explained in a sentence a person can act on."""
 
 
+def first_line(err: BaseException) -> str:
+    """The first line of what an error says, or its kind when it says nothing.
+
+    >>> first_line(OSError("no such file\\nand more")), first_line(KeyError())
+    ('no such file', 'KeyError')
+    """
+    lines = str(err).strip().splitlines()
+    return lines[0] if lines else type(err).__name__
+
+
 def write_atomically(path: Path, data: bytes | bytearray) -> None:
     """Write a whole file or nothing: a killed process leaves the old file in place.
 

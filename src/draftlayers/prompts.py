@@ -1,7 +1,7 @@
 """Prompts, one user request each, and the conversations that begin with them.
 
-Used by chapter 01 for what the target answers, and by chapters 06 and 07 for what is decoded. How
-answers come about is left to ``answers``.
+Used by chapters 01 and 06 for conversations, and by chapter 07 for what is decoded; ``asking``
+makes more prompts. How answers come about is left to ``answers``.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Conversation:
 
     @property
     def tokens(self) -> list[int]:
+        """Prompt and answer, one after the other."""
         return [*self.prompt_ids, *self.answer_ids]
 
 
@@ -86,7 +87,8 @@ def read_prompts(path: Path | str) -> list[Prompt]:
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"there is no prompt file {path}")
+        there = "no file of prompts, but something else" if path.exists() else "no prompt file"
+        raise UserError(f"there is {there}: {path}")
     try:
         data = path.read_bytes()
     except OSError as err:

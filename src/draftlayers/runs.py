@@ -101,7 +101,7 @@ class Run:
         """
         values = read_record(folder / "spec.json")
         if values is None:
-            raise UserError(f"no run was begun in {folder}")
+            raise UserError(f"no run was begun in {folder}: expected its spec.json there")
         return cls(RunSpec.checked(values), root=folder.parents[1])
 
     def parameter(self, name: str) -> Any:
@@ -197,14 +197,10 @@ class Run:
             return BESIDE + path.relative_to(self.folder.parent).as_posix()
         return path.relative_to(PROJECT).as_posix() if path.is_relative_to(PROJECT) else str(path)
 
-    def made(self, path: Path) -> Path:
-        """Note a file or folder of the run that later work relies on, and return its path."""
-        if path.is_dir():
-            self.reading.made |= sizes(path, self.folder)
-        else:
-            name = path.relative_to(self.folder).as_posix()
-            self.reading.made[name] = path.stat().st_size
-        return path
+    def made(self, folder: Path) -> Path:
+        """Note a folder of the run that later work relies on, and return its path."""
+        self.reading.made |= sizes(folder, self.folder)
+        return folder
 
     # --- Results -----------------------------------------------------------------------------
 

@@ -6,6 +6,11 @@ numpy arrays: ``entropy[b]`` is the score of boundary b, larger is better,
 ``layer_entropy``'s and ``cka_sums``'s business, how far a choice can be trusted ``stability``'s.
 Boundaries 1..N-1 are candidates.
 
+A rule takes ``entropy [N+1]``, ``cka [N+1, N+1]``, the number of layers k and, where the entropy of
+a set is not the mean of its members', an aggregate: a function from sets ``[M, k]`` to ``[M]``. It
+gives a ``Selection``. It raises ``ValueError`` for shapes that do not fit or a k outside 1..N-1,
+and ``UserError`` for boundaries whose numbers are not finite or whose entropy is negative.
+
 The score of a set S is its aggregate entropy times its diversity,
 
     score(S) = E(S) (1 - max CKA_bc over pairs b, c of S),
@@ -200,12 +205,19 @@ def _prepare(
         raise ValueError(
             f"expected entropies [N+1] and CKA [N+1, N+1], got {values.shape} and {matrix.shape}"
         )
-    if not np.isfinite(values).all() or not np.isfinite(matrix).all():
-        raise ValueError(
-            "entropies or CKA hold NaN or infinite values; a layer could not be scored"
+    # One boundary without a similarity spoils its column in every row, and its own row whole.
+    spoilt = (~np.isfinite(matrix)).sum(1)
+    odd = ~np.isfinite(values) | ((spoilt > 0) & (spoilt == spoilt.max()))
+    if odd.any():
+        raise UserError(
+            f"entropy or CKA at boundaries {np.flatnonzero(odd).tolist()} is NaN or infinite, so "
+            "they cannot be scored; raise stat_tokens, or look at their states"
         )
     if (values < 0).any():
-        raise ValueError("entropies must not be negative: the score multiplies them")
+        raise UserError(
+            f"entropy at boundaries {np.flatnonzero(values < 0).tolist()} is negative; expected 0 "
+            "or more, since the score multiplies entropies"
+        )
     n_layers = len(values) - 1
     if not 1 <= k <= n_layers - 1:
         raise ValueError(f"k must be 1..{n_layers - 1} for a target of {n_layers} layers, got {k}")

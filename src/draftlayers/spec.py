@@ -106,7 +106,13 @@ class RunSpec(BaseModel):
 
     @classmethod
     def make(cls, model: str, profile: str = "quick", **overrides: Any) -> RunSpec:
-        """Build the spec of a profile with some typed values replaced; see ``checked``."""
+        """Build the spec of a profile with some typed values replaced.
+
+        Raises
+        ------
+        UserError
+            When there is no such profile; and as ``checked`` does.
+        """
         if profile not in PROFILES:
             raise UserError(f"unknown profile {profile!r}; the profiles are {', '.join(PROFILES)}")
         # A path is meant from where it is typed; chapters run elsewhere. No name is no path.
@@ -135,7 +141,8 @@ class RunSpec(BaseModel):
         train, validation = spec.train_conversations, spec.validation_conversations
         if validation > train:
             raise UserError(
-                f"validation_conversations={validation} exceeds train_conversations={train}"
+                f"validation_conversations={validation} exceeds train_conversations={train}; "
+                "lower the one or raise the other"
             )
         return spec
 
@@ -155,7 +162,10 @@ class RunSpec(BaseModel):
         for pair in pairs:
             name, _, text = (part.strip() for part in pair.partition("="))
             if name in ("model", "profile"):
-                raise UserError(f"set the {name} with --{name}, not with -p")
+                raise UserError(
+                    f"the {name} cannot be set with -p; --help says where a command takes it, if "
+                    "it does"
+                )
             if name and name not in cls.model_fields:
                 raise UserError(_unknown(name))
             if not (name and text):

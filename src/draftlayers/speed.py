@@ -234,13 +234,11 @@ class Estimate(NamedTuple):
 
 
 def estimate(statistic: Callable[[Tensor], float], n: int, replicates: int) -> Estimate:
-    """A statistic, which is a function of indices of prompts, with its interval."""
+    """A statistic of `n` prompts, a function of their indices ``[m]``, with its ``interval``."""
     return Estimate(statistic(torch.arange(n)), *interval(statistic, n, replicates))
 
 
-def interval(
-    statistic: Callable[[Tensor], float], n: int, replicates: int, seed: int = 0
-) -> tuple[float, float]:
+def interval(statistic: Callable[[Tensor], float], n: int, replicates: int) -> tuple[float, float]:
     """Percentile bootstrap interval (95 percent) of a statistic of `n` prompts.
 
     Parameters
@@ -249,7 +247,7 @@ def interval(
         Function of indices ``[n]``; prompts are drawn with replacement, so a statistic that
         compares two methods is paired.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     values = sorted(
         statistic(torch.randint(n, (n,), generator=generator)) for _ in range(replicates)
     )
@@ -275,7 +273,10 @@ def decoded_tokens(runs: Sequence[Sequence[Decoded]], whole: bool = False) -> Te
 
 
 def speed(runs: Sequence[Sequence[Decoded]], whole: bool = False) -> Callable[[Tensor], float]:
-    """Tokens per second, pooled over prompts, as a function of their indices."""
+    """Tokens per second, pooled over prompts, as a function of their indices ``[m]``.
+
+    `runs` holds the repeats of each prompt. 0 where no prompt has a token to count.
+    """
     tokens, seconds = decoded_tokens(runs, whole), decode_seconds(runs, whole)
     return lambda i: (tokens[i].sum() / seconds[i].sum()).item() if tokens[i].any() else 0.0
 
@@ -283,7 +284,7 @@ def speed(runs: Sequence[Sequence[Decoded]], whole: bool = False) -> Callable[[T
 def ratio(
     runs: Sequence[Sequence[Decoded]], base: Sequence[Sequence[Decoded]], whole: bool = False
 ) -> Callable[[Tensor], float]:
-    """Ratio of speeds on the same prompts as a function of their indices.
+    """Ratio of speeds on the same prompts as a function of their indices ``[m]``.
 
     1 where no token was left to speed up, because every answer ended with its first.
     """
@@ -297,7 +298,10 @@ def ratio(
 
 
 def pooled_length(runs: Sequence[Sequence[Decoded]]) -> Callable[[Tensor], float]:
-    """Acceptance length τ, pooled over passes, as a function of indices of prompts."""
+    """Acceptance length τ, pooled over passes, as a function of indices ``[m]`` of prompts.
+
+    1 where there was no pass at all.
+    """
     tokens = decoded_tokens(runs)
     passes = torch.tensor([float(repeats[0].passes) for repeats in runs])
     return lambda i: (tokens[i].sum() / passes[i].sum()).item() if passes[i].any() else 1.0

@@ -46,6 +46,11 @@ def bootstrap_choice(entropies: ArrayLike, ckas: ArrayLike, k: int) -> Stability
         ``[times, N+1, N+1]``.
     k
         Layers of a set.
+
+    Raises
+    ------
+    ValueError
+        When the shapes do not fit, or no set could be scored in any replicate.
     """
     values, matrices = np.asarray(entropies, np.float64), np.asarray(ckas, np.float64)
     n_layers = matrices.shape[1] - 1

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftlayers.current import code_digest, digest, libraries, read_record, write_record
-from draftlayers.device import join_processes
+from draftlayers.device import dtype_name, join_processes
 from draftlayers.entropy import entropy_of_log_probs, in_cache
 from draftlayers.project import Say, UserError, quiet, write_atomically
 from draftlayers.prompts import Conversation
@@ -86,10 +86,10 @@ def collect(
     boundaries = sorted(set(boundaries))
     if not conversations or not boundaries:
         what = "boundaries" if conversations else "conversations"
-        raise UserError(f"there are no {what} to collect hidden states from")
+        raise UserError(f"there are no {what} to collect hidden states from; give at least one")
     causes = {
         "target": target.digest,
-        "precision": f"{target.device.type} {target.dtype}".replace("torch.", ""),
+        "precision": f"{target.device.type} {dtype_name(target.dtype)}",
         "predict": predict,
         "top": top,
         "conversations": digest([[c.id, c.tokens, len(c.prompt_ids)] for c in conversations]),

@@ -64,7 +64,13 @@ class ArraySource:
     def blocks(
         self, rows: Tensor, size: int, boundaries: Sequence[int] | None = None
     ) -> Iterator[Tensor]:
-        """Yield float32 ``[layers, <= size, d]`` in the order of ``rows``."""
+        """Yield float32 ``[layers, <= size, d]`` in the order of ``rows``.
+
+        Raises
+        ------
+        UserError
+            When a boundary is not at hand.
+        """
         wanted = self.boundaries if boundaries is None else boundaries
         if absent := [b for b in wanted if b not in self.boundaries]:
             raise UserError(f"boundaries {absent} are not among {list(self.boundaries)}")
@@ -173,7 +179,10 @@ class StateStore:
     def __init__(self, folder: Path):
         index = read_record(folder / INDEX)
         if not index or not {"passes", "shards", "d"} <= index.keys():
-            raise UserError(f"{folder} holds no finished collection of hidden states")
+            raise UserError(
+                f"{folder} holds no finished collection of hidden states: expected {INDEX}, which "
+                "is written last; run chapter 01, or whatever collects them, again"
+            )
         self.folder, self.d = folder, index["d"]
         self._passes = {int(b): name for b, name in index["passes"].items()}
         self.boundaries = tuple(sorted(self._passes))

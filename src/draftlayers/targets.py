@@ -3,7 +3,7 @@
 Used by every chapter. A ``Target`` is a causal language model with its tokenizer, its prompt
 format, a way to record the residual stream at any boundary, and ``unembed``, which turns a
 residual state into logits exactly as the model does. Where its files come from is left to
-``weights``; how hidden states are stored to ``states``; how text is generated to ``corpus`` and
+``weights``; how hidden states are stored to ``states``; how text is generated to ``writing`` and
 ``decoding``.
 
 Boundary b (0..N) is the residual stream entering layer b, which is what leaves layer b-1: b = 0
@@ -28,6 +28,7 @@ from draftlayers.chat import Chat
 from draftlayers.checkpoints import load_checkpoint
 from draftlayers.contexts import context_of
 from draftlayers.current import digest
+from draftlayers.device import dtype_name
 from draftlayers.project import DATA, Say, UserError, quiet
 from draftlayers.runs import Run
 from draftlayers.weights import TINY, absolute, fetch, find_weights, known_models
@@ -95,11 +96,13 @@ class Target:
 
     @property
     def device(self) -> torch.device:
+        """Where its first weights lie, which is where token ids go."""
         first: Tensor = next(self.model.parameters())
         return first.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The precision of its weights."""
         first: Tensor = next(self.model.parameters())
         return first.dtype
 
@@ -110,6 +113,7 @@ class Target:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether prompts are written by a chat template, not plainly."""
         return self.chat.has_template
 
     @property
@@ -288,6 +292,8 @@ class Target:
         ids = torch.arange(4, device=self.device).remainder(self.vocab_size)[None]
         beside = [m for m in self.decoder.children() if not isinstance(m, nn.ModuleList)]
         hooks = [m.register_forward_hook(called) for m in [*beside, self.output_matrix]]
+        # What was called before the last layer (a rotary embedding, say) is none of that way.
+        hooks.append(self.layers[-1].register_forward_hook(lambda *_: calls.clear()))
         try:
             with self.capture(range(self.n_layers + 1)) as states:
                 logits = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -357,7 +363,7 @@ class Target:
                     "finite; expected a checkpoint of a training that did not diverge"
                 )
         raise UserError(
-            f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}, "
+            f"{self.name}: its logits are not finite in {dtype_name(self.dtype)}, "
             "though its weights are; load it in float32 or bfloat16"
         )
 
@@ -410,6 +416,7 @@ def load_target(
     return Target(name, model, tokenizer, licence, weights.digest, day)
 
 
+TINY_VOCABULARY = 512  # tokens: all bytes, and some merges
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -417,7 +424,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(vocab_size: int = 512) -> Any:
+def tiny_tokenizer() -> Any:
     """A byte-level BPE tokenizer with a chat template, trained in memory on the shipped prompts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -427,7 +434,7 @@ def tiny_tokenizer(vocab_size: int = 512) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=TINY_VOCABULARY,
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -25,11 +25,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftlayers.current import changed, code_digest, digest, libraries, read_record, write_record
-from draftlayers.device import join_processes
+from draftlayers.device import dtype_name, join_processes
 from draftlayers.examples import Examples, TrainingData
 from draftlayers.head import DraftHead
 from draftlayers.head_config import HeadConfig
-from draftlayers.optimizers import make_optimizers
+from draftlayers.optimizers import make_optimizers, updated
 from draftlayers.project import Say, UserError, quiet, write_atomically
 from draftlayers.spec import RunSpec
 from draftlayers.start import fit_start, start_at_random, start_from_target
@@ -38,6 +38,7 @@ from draftlayers.ttt import STEP_WEIGHT, autocast, precision, ttt_loss, validate
 
 CHECKPOINT_SECONDS = 60.0
 FIT_ROWS = 50_000  # positions that the linear start is fitted on, at most
+REMEDY = "lower learning_rate, or check the collected states for values that are not finite"
 RECORD, CHECKPOINT = "training.json", "checkpoint.safetensors"
 
 
@@ -192,7 +193,10 @@ def train_head(
         Trainer(config, data, target, settings, seed, folder, causes).run(say)
         trained = finished(folder, causes, target, say)
     if trained is None:
-        raise UserError(f"the head that was written to {folder} cannot be read back")
+        raise UserError(
+            f"the head that was written to {folder} cannot be read back; delete the folder and run "
+            "again"
+        )
     if (left := folder / CHECKPOINT).exists():  # by a run that was killed at the very end
         left.unlink(missing_ok=True)
     return trained
@@ -216,7 +220,7 @@ def causes_of(
         "target": target.digest,
         "code": code_digest("training"),
         "libraries": libraries(),
-        "arithmetic": f"{device.type} {precision(device)}".replace("torch.", ""),
+        "arithmetic": f"{device.type} {dtype_name(precision(device))}",
     }
 
 
@@ -269,12 +273,7 @@ class Trainer:
             settings.weight_decay,
         )
         self.optimizer_of = [
-            next(
-                o
-                for o in self.optimizers
-                for g in o.param_groups
-                if any(p is q for q in g["params"])
-            )
+            next(o for o in self.optimizers if any(p is q for q in updated(o)))
             for p in self.parameters
         ]
         self.data, self.held_out = (
@@ -377,8 +376,7 @@ class Trainer:
             raise UserError(
                 f"training stopped at update {self.update + 1} of {len(self.batches)}: the loss or "
                 f"its gradient is not finite (loss by step {report[:, 0].tolist()}, gradient norm "
-                f"{norm.item():.3g}, learning rate {rate:.2g}); lower learning_rate, or check the "
-                "collected states for values that are not finite"
+                f"{norm.item():.3g}, learning rate {rate:.2g}); {REMEDY}"
             )
         for optimizer in self.optimizers:
             optimizer.step()
@@ -430,7 +428,11 @@ class Trainer:
             **asdict(result),
         }
         if not math.isfinite(result.loss):
-            raise UserError(f"training stopped at update {self.update}: validation is not finite")
+            raise UserError(
+                f"training stopped at update {self.update} of {len(self.batches)}: the loss on "
+                f"validation is {result.loss} (in training {record['train_loss']:.3g}, learning "
+                f"rate {record['learning_rate']:.2g}); {REMEDY}"
+            )
         if self.rank == 0 and all(result.loss < r["loss"] for r in self.history):
             self.head.save(self.folder)
         self.history.append(record)

@@ -36,6 +36,7 @@ from draftlayers.examples import Batch, Examples, from_grid, to_grid
 from draftlayers.head import DraftHead
 
 STEP_WEIGHT = 0.8  # weight of step i is this to the power i, as in EAGLE-3's code
+VALIDATION_TOKENS = 1024  # answer tokens of a batch of validation, about
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,6 @@ def validate(
     depth: int,
     loss_steps: int,
     sharpen: float = 1.0,
-    batch_tokens: int = 1024,
 ) -> Validation:
     """Run the training-time test without learning, over all conversations of `data`.
 
@@ -289,7 +289,7 @@ def validate(
     steps = max(depth, loss_steps)
     loss, trained, hits, guesses = (torch.zeros(steps) for _ in range(4))
     added: list[int] = []
-    for chosen in data.epoch_batches(batch_tokens, seed=0):
+    for chosen in data.epoch_batches(VALIDATION_TOKENS, seed=0):
         batch = data.batch(chosen, steps)
         agree = torch.zeros_like(batch.in_answer)
         for i, hidden in enumerate(training_time_test(head, batch, steps)):

@@ -43,7 +43,7 @@ from draftlayers.current import (
     read_record,
     write_record,
 )
-from draftlayers.project import DATA, Say, UserError, cache_folder, quiet
+from draftlayers.project import DATA, Say, UserError, cache_folder, first_line, quiet
 
 TINY = "tiny"
 CONVERTED = "converted.json"  # record of a conversion, written last
@@ -244,9 +244,8 @@ def hub_commit(name: str) -> str:
     try:
         return Path(hf_hub_download(name, "config.json")).parent.name
     except (HfHubHTTPError, OSError, ValueError) as err:
-        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise UserError(
-            f"cannot load {name!r}: {first} (check the name, and that you may read it: "
+            f"cannot load {name!r}: {first_line(err)} (check the name, and that you may read it: "
             "huggingface-cli login)"
         ) from None
 
@@ -374,8 +373,7 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as err:
         if getattr(err, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise  # the scratch folder's fault
-        why = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        raise UserError(f"cannot read the GGUF file {path}: {why}") from err
+        raise UserError(f"cannot read the GGUF file {path}: {first_line(err)}") from err
 
 
 def _converted(stem: str, content: str, find: Callable[[Path], Path], say: Say) -> Path:

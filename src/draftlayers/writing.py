@@ -85,7 +85,6 @@ class _Columns(DynamicLayer):
     sequence's beginning is of others before it, and masked.
     """
 
-    is_sliding = False
     spare = (0, 0)  # rows and columns that there will be: memory that grows step by step is torn
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -161,9 +162,11 @@ def _check_current(run: Run, chapters: list[str]) -> None:
     why = {name: found for name in chapters if (found := stale(run, name))}
     if not why:
         return
-    command = (
-        f"draftlayers book --model {run.parameter('model')} --profile {run.parameter('profile')}"
-    )
+    place = str(run.folder.parents[1])
+    command = shlex.join(
+        ["draftlayers", "book", "--model", run.parameter("model"), "--profile",
+         run.parameter("profile"), "--runs", place]
+    )  # fmt: skip
     if missing := [name for name, found in why.items() if found == ["never made"]]:
         raise BookError(f"not executed yet in {run.folder}: {', '.join(missing)}. Run: {command}")
     listed = "; ".join(f"{name} ({', '.join(found[:4])})" for name, found in why.items())

@@ -16,9 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
-# Okabe and Ito's palette, distinguishable with every common colour-vision deficiency.
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, BLACK = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000",
+# Okabe and Ito's palette, distinguishable with every common colour-vision deficiency; without its
+# yellow, which is hard to see on white.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000",
 )  # fmt: skip
 PALETTE = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK)
 GREY = "#6B6B6B"
