@@ -237,7 +237,7 @@ def test_a_window_under_another_name_is_found_by_its_form() -> None:
     """Doge sees itself and its cache differently past ``keep_window_size``."""
     target = tiny_target(architecture="doge", n_layers=8, keep_window_size=16)
     assert own_windows(target.config) == {"keep_window_size": 16}
-    with pytest.raises(UserError, match="DogeForCausalLM .* cannot be decoded"):
+    with pytest.raises(UserError, match=r"DogeForCausalLM .* cannot be decoded"):
         Engine(target)
     assert "not its own" in str(capabilities._wrong_answers(target))
 
