@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from draftlayers.checkpoints import listing
 from draftlayers.current import read_record
 from draftlayers.project import UserError
 
@@ -130,7 +131,7 @@ def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor])
         or weights[name].shape != expected[name].shape
     ]
     if wrong:
-        raise UserError(f"missing, unknown or misshapen weights: {', '.join(wrong)}")
+        raise UserError(f"missing, unknown or misshapen weights: {listing(wrong)}")
     for name, value in weights.items():
         like = expected[name]
         if not (
