@@ -8,7 +8,7 @@ import pytest
 
 from draftlayers import asking, corpus
 from draftlayers.answers import Answer, load_answers, own_causes, prompt_number, save_answers
-from draftlayers.corpus import enlarge, heldout_prompts, load_corpus
+from draftlayers.corpus import enlarge, heldout_prompts, load_corpus, own_corpus
 from draftlayers.project import UserError
 from draftlayers.prompts import HELDOUT, TRAIN, VALIDATION, read_prompts
 from draftlayers.runs import Run
@@ -145,3 +145,24 @@ def test_a_target_that_asks_itself_learns_from_that_first(tiny, tmp_path, shippe
     # Another target's questions do not count.
     other = tiny_target(seed=1)
     assert not any(c.id.startswith("asked") for c in load_corpus(other, run).train)
+
+
+def test_a_corpus_that_ships_is_learned_from_and_added_to(tiny, tmp_path, shipped, monkeypatch):
+    monkeypatch.setattr(asking, "ROUND", 6)
+    monkeypatch.setattr(corpus, "ROUND", 6)
+    monkeypatch.setattr(asking, "_text", lambda target, words, ids: f"{words} {ids}")
+    monkeypatch.setattr(asking, "LIMIT", 8)
+    monkeypatch.setattr(corpus, "DATA", tmp_path)
+    author = made(tmp_path)
+    asked, answers = enlarge(tiny, author, 60)
+    (tmp_path / "corpus").mkdir()
+    own_corpus(author)[0].parent.rename(tmp_path / "corpus" / "tiny")
+    reader = Run(RunSpec.make("tiny", "smoke"), tmp_path / "another")
+    found = load_corpus(tiny, reader)
+    told = {a.id for a in answers if len(a.tokens) > 1}
+    assert [c.id for c in found.train if c.id in told] == [c.id for c in found.train[: len(told)]]
+    assert "corpus/tiny/asked.json" in " ".join(reader.reading.files)
+    said: list[str] = []
+    assert enlarge(tiny, reader, 60, say=said.append) == (asked, answers) and not said
+    more, _ = enlarge(tiny, reader, 150)
+    assert more.prompts[: len(asked.prompts)] == asked.prompts and more.rounds > asked.rounds

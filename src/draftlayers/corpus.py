@@ -18,7 +18,7 @@ from draftlayers.answers import (
     shipped_answers,
 )
 from draftlayers.asking import ROUND, Asked, ask, load_asked
-from draftlayers.project import Say, UserError, quiet
+from draftlayers.project import DATA, Say, UserError, quiet, write_atomically
 from draftlayers.prompts import (
     HELDOUT,
     TRAIN,
@@ -56,11 +56,16 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
     prompts = training_prompts(run, say)
     known: dict[str, Answer] = {}
     if spec.prompts is None:
-        causes, (asked, answers) = {"target": target.digest}, map(run.uses, own_corpus(run))
+        causes = {"target": target.digest}
         ours = load_answers(run.uses(shipped_answers(target)), causes, say)
-        own = {answer.id: answer for answer in load_answers(answers, causes, say)}
-        known = {answer.id: answer for answer in ours} | own
-        prompts = [*(p for p in load_asked(asked, target).prompts if p.id in own), *prompts]
+        known = {answer.id: answer for answer in ours}
+        for place in (own_corpus(run), shipped_corpus(target)):
+            asked, answers = map(run.uses, place)
+            if questions := load_asked(asked, target).prompts:
+                own = {answer.id: answer for answer in load_answers(answers, causes, say)}
+                prompts = [*(p for p in questions if p.id in own), *prompts]
+                known |= own
+                break  # what was written here began with what ships
         judged = _usable(target, run, read_prompts(run.uses(VALIDATION)), known, validation)
         learned = _usable(target, run, prompts, known, train)
     else:
@@ -138,7 +143,15 @@ def own_corpus(run: Run) -> tuple[Path, Path]:
 
     They are shared by the runs of one model, in the folder above theirs.
     """
-    folder = run.folder.parent / "corpus"
+    return _corpus_files(run.folder.parent / "corpus")
+
+
+def shipped_corpus(target: Target) -> tuple[Path, Path]:
+    """Where those that ship with the project lie, if this target has any."""
+    return _corpus_files(DATA / "corpus" / Path(target.name).name)
+
+
+def _corpus_files(folder: Path) -> tuple[Path, Path]:
     return folder / "asked.json", folder / "answers.safetensors"
 
 
@@ -167,6 +180,10 @@ def enlarge(
         All questions so far, and the answers to those that are short enough.
     """
     spec, (questions, path) = run.spec, own_corpus(run)
+    ships = shipped_corpus(target)
+    if not load_asked(questions, target).rounds and load_asked(ships[0], target).rounds:
+        write_atomically(path, ships[1].read_bytes())
+        write_atomically(questions, ships[0].read_bytes())  # last: without it there is no corpus
     heldout = [p for path in (HELDOUT, VALIDATION) for p in read_prompts(run.uses(path))]
     heldout += apart
     wanted = 1
