@@ -259,6 +259,14 @@ def test_the_end_of_a_turn_is_an_end_even_if_no_setting_says_so():
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     )
     assert plain.eos_ids == {plain.tokenizer.eos_token_id}  # a newline ends nothing
+    model = tiny_target()
+    model.tokenizer.eos_token = "<|endoftext|>"
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] not in ('user', 'model') %}"
+        "{{ raise_exception('who?') }}{% endif %}"
+        "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    )
+    assert end in model.eos_ids
     refusing = tiny_target()
     refusing.tokenizer.chat_template = "{{ raise_exception('no assistant, please') }}"
     assert refusing.eos_ids == {refusing.tokenizer.eos_token_id}

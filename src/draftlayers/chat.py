@@ -111,10 +111,11 @@ class Chat:
             return None
         added = getattr(self.tokenizer, "added_tokens_decoder", ())
         marks = {*added, *self.tokenizer.all_special_ids}
-        # Some templates end a message only where another one follows.
-        for turns in ([_QUESTION, _ANSWER], [_QUESTION, _ANSWER, _QUESTION]):
+        # Some templates end a message only where another one follows, and some know no assistant.
+        turns = [_QUESTION, _ANSWER], [_QUESTION, _ANSWER, _QUESTION]
+        for other, said in itertools.product(("assistant", "model"), turns):
             try:
-                text = self._write(*turns, tokenize=False)
+                text = self._write(*said, other=other, tokenize=False)
             except Exception:  # a template may refuse what it likes
                 continue
             ids = self._ids(text.rpartition(_ANSWER)[2].strip())
@@ -153,18 +154,24 @@ class Chat:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _write(self, *turns: str, **how: Any) -> Any:
-        """What the template makes of turns of a user and an assistant, the user first."""
-        return self._apply(turns, *self._manner(), **how)
+    def _write(self, *turns: str, other: str = "assistant", **how: Any) -> Any:
+        """What the template makes of turns of a user and of another, the user first."""
+        return self._apply(turns, *self._manner(), other, **how)
 
     def _apply(
-        self, turns: tuple[str, ...], system: str | None, parts: bool, dated: bool, **how: Any
+        self,
+        turns: tuple[str, ...],
+        system: str | None,
+        parts: bool,
+        dated: bool,
+        other: str = "assistant",
+        **how: Any,
     ) -> Any:
         if dated:
             day = datetime.date.fromisoformat(self.day)
             how["date_string"] = day.strftime("%d %b %Y")
         spoken = [] if system is None else [("system", system)]
-        spoken += [(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)]
+        spoken += [(("user", other)[i % 2], turn) for i, turn in enumerate(turns)]
         chat = [
             {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
             for role, text in spoken

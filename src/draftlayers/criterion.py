@@ -187,7 +187,7 @@ def sweep(
     if left < FEWEST_ROWS:
         raise UserError(
             f"keep = {spec.keep:g} leaves {left} of {len(rows)} positions; a choice needs at least "
-            f"{FEWEST_ROWS}, so raise keep or stat_tokens"
+            f"{FEWEST_ROWS}, so raise keep or stat_tokens (in select: --tokens)"
         )
     sums = accumulate(
         store, rows, sequence,

@@ -104,7 +104,7 @@ def eligible(meta: Mapping[str, Tensor], norms: Tensor, *, keep_sinks: bool = Fa
         raise UserError(
             f"only {len(rows)} of {len(left)} positions can be used "
             f"({', '.join(f'{n} {why}' for why, n in counts.items() if why not in ('all', 'kept'))}"
-            f"); statistics need at least {FEWEST_ROWS}, so raise stat_tokens"
+            f"); statistics need at least {FEWEST_ROWS}, so raise stat_tokens (in select: --tokens)"
         )
     # Rows of equal entropy in a random order, or a filter would prefer the first conversations.
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
@@ -295,7 +295,7 @@ def along_filter(
             weights = sums.bootstrap_weights(bootstrap, seed, number)
             matrices, overlaps = sums.replicates(weights, number)
         except ValueError as err:
-            raise UserError(f"{err}; raise stat_tokens") from None
+            raise UserError(f"{err}; raise stat_tokens (in select: --tokens)") from None
         again = replicated_shares(
             definition, among, sets, weights[:, part[among.lens_rows]], overlaps
         )

@@ -136,7 +136,8 @@ class RunSpec(BaseModel):
         if rows < FEWEST_ROWS:
             raise UserError(
                 f"parameter 'keep': {spec.keep:g} of {spec.stat_tokens} positions are {rows}, and "
-                f"statistics need at least {FEWEST_ROWS}; raise keep or stat_tokens"
+                f"statistics need at least {FEWEST_ROWS}; raise keep or stat_tokens (in select: "
+                "--tokens)"
             )
         train, validation = spec.train_conversations, spec.validation_conversations
         if validation > train:
