@@ -18,8 +18,8 @@ up:
 
 ``equal_to_engine`` counts answers that are those of the engine, one sequence at a time in the same
 precision, token for token. In low precision a product depends on how many rows are multiplied at
-once, so answers may part where two tokens are almost equally likely: ``parted`` has, for each
-answer that did, how far apart the logits of the two tokens are in float32 where they part.
+once, so answers may part where two tokens are almost equally likely: ``parted_at_most`` is the
+largest distance, where they part, of the two tokens' logits in float32, None when none parts.
 ``vs_float32`` is the speed against the same writing without packed weights in
 float32, on a part of the prompts.
 """
@@ -154,7 +154,7 @@ def main(
             "fraction_of_gemm": multiplied / ours,
             "vs_float32": per_second / (sum(map(len, before.values())) / plainly),
             "equal_to_engine": [len(some) - len(parted), len(some)],
-            "parted": parted,
+            "parted_at_most": max(parted, default=None),
             "setting": {
                 "model": model,
                 "precision": dtype_name(target.dtype),
