@@ -76,7 +76,8 @@ def test_perfect_guesses_are_all_accepted(llama: Engine) -> None:
     run = decode(llama, PROMPT, 25, Oracle(PROMPT + expected, depth=3, right=1.0))
     assert run.tokens == expected
     assert run.produced == [4] * 6  # 1 from the prompt, then 6 passes of 3 guesses and a bonus
-    assert run.accepted == run.offered == run.drafted == [3] * 6
+    assert run.accepted == run.offered == [draft.depth for draft in run.drafts] == [3] * 6
+    assert run.paths == [[0, 1, 2]] * 6
     assert acceptance_rates([run]) == [1.0, 1.0, 1.0]
 
 
@@ -398,8 +399,8 @@ def test_sampling_is_reproducible(llama: Engine) -> None:
 
 def test_counts() -> None:
     runs = [
-        Decoded(produced=[1, 3, 2], accepted=[0, 2, 1], offered=[2, 2, 2], drafted=[2, 2, 2]),
-        Decoded(produced=[2, 1], accepted=[2, 0], offered=[2, 0], drafted=[5, 0]),
+        Decoded(produced=[1, 3, 2], accepted=[0, 2, 1], offered=[2, 2, 2]),
+        Decoded(produced=[2, 1], accepted=[2, 0], offered=[2, 0]),
     ]
     assert acceptance_length(runs) == 9 / 5
     assert acceptance_rates(runs) == [3 / 4, 2 / 3]

@@ -53,7 +53,6 @@ def synthetic(seconds: list[list[float]], tokens: list[int], accepted: int) -> l
                     produced=[accepted + 1] * passes,
                     accepted=[accepted] * passes,
                     offered=[accepted] * passes,
-                    drafted=[accepted] * passes,
                     seconds={"prefill": 0.5, "total": 0.5 + t},
                 )
                 for t in times

@@ -61,19 +61,25 @@ class Costs:
         share = (tokens - low) / (high - low) if high > low else 0.0
         return (1 - share) * self.passes[low] + share * self.passes[high]
 
-    def relative(self, depth: int) -> dict[str, float]:
-        """Terms of the cost model in plain decoding steps: verify v, draft c per guess, rest o."""
+    def relative(self, depth: int, size: int | None = None) -> dict[str, float]:
+        """Terms of the cost model in plain decoding steps: verify v, draft c a level, rest o.
+
+        A draft of `depth` levels has `size` guesses, or one on each level if none is given.
+        """
         drafting = self.draft_first + (depth - 1) * self.draft_next
         return {
-            "v": self.verify(depth + 1) / self.plain,
+            "v": self.verify((size or depth) + 1) / self.plain,
             "c": drafting / depth / self.plain,
             "o": self.rest[1] / self.plain,
         }
 
 
-def predicted_speedup(tau: float, depth: int, costs: Costs) -> float:
-    """Speedup τ / (v + γ·c + o) of a chain of `depth` γ guesses with acceptance length τ."""
-    terms = costs.relative(depth)
+def predicted_speedup(tau: float, depth: int, costs: Costs, size: int | None = None) -> float:
+    """Speedup τ / (v + γ·c + o) of a draft of `depth` γ levels with acceptance length τ.
+
+    It is a chain, or a tree of `size` guesses.
+    """
+    terms = costs.relative(depth, size)
     return tau / (terms["v"] + depth * terms["c"] + terms["o"])
 
 

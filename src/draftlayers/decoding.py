@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -113,8 +113,10 @@ class Decoded:
     offered
         Length of the longest run that could have been accepted in each pass: the draft's depth,
         or the place of an accepted end token, behind which nothing is decided.
-    drafted
-        Tokens drafted, and verified, in each pass.
+    drafts
+        What was guessed, and verified, in each pass.
+    paths
+        The guesses of each pass that the target agreed with, from the root down.
     stop
         ``"eos"``, ``"length"`` (as many tokens as asked for) or ``"context"`` (the model's limit).
     seconds
@@ -126,7 +128,8 @@ class Decoded:
     produced: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     offered: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)
     stop: str = "length"
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -240,7 +243,8 @@ def decode(
             out.produced.append(len(new))
             out.accepted.append(min(len(path), len(new)))
             out.offered.append(len(new) if len(new) <= len(path) else draft.depth)
-            out.drafted.append(len(draft.tokens))
+            out.drafts.append(replace(draft, proposed=None))
+            out.paths.append(path)
             room, token, seen = room - len(new), new[-1], new
             clock.mark("accept")
     if token in engine.eos_ids:
@@ -282,11 +286,15 @@ class Draft:
     proposed
         For guesses that were *sampled*, the distribution ``[V]`` each was drawn from. None for
         guesses chosen without chance.
+    scores
+        For a tree, the log-probability that its drafter gives to each guess and all above it
+        together.
     """
 
     tokens: list[int]
     parents: list[int]
     proposed: list[Tensor] | None = None
+    scores: list[float] | None = None
 
     @property
     def depths(self) -> list[int]:

@@ -175,4 +175,8 @@ class HeadDrafter:
         # first. So the best guesses form a tree.
         kept = scores.sort(descending=True, stable=True).indices[: self.size].sort().values
         place = {node: i for i, node in enumerate(kept.tolist())} | {ROOT: ROOT}
-        return Draft(tokens[kept].tolist(), [place[p] for p in parents[kept].tolist()])
+        return Draft(
+            tokens[kept].tolist(),
+            [place[p] for p in parents[kept].tolist()],
+            scores=scores[kept].tolist(),
+        )
