@@ -210,6 +210,27 @@ def test_saved_head_comes_back(tmp_path, target, layers, shape):
     assert torch.equal(one, two)
 
 
+@torch.no_grad()
+def test_a_tied_output_matrix_is_not_in_the_file(tmp_path, target):
+    """It is made again from the target; a file in half precision is read in the target's own."""
+    config = HeadConfig.for_target(target, (2, 4, 5), 100, tied_output=True)
+    head = DraftHead(config, target.model.get_input_embeddings().weight, torch.arange(100) * 3)
+    start_at_random(head, seed=3)
+    head.tie_output(target)
+    rows = target.output_matrix.weight[torch.arange(100) * 3]
+    assert torch.equal(head.lm_head.weight, rows) and not head.lm_head.weight.requires_grad
+    rounded = head.to(torch.bfloat16)
+    rounded.save(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    again = DraftHead.load(tmp_path, target)
+    assert again.fc.weight.dtype == torch.float32 and torch.equal(again.lm_head.weight, rows)
+    assert torch.equal(again.fc.weight, rounded.fc.weight.float())
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "lm_head.weight": rows}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="tied to its target's"):
+        DraftHead.load(tmp_path, target)
+
+
 def test_damaged_heads_are_refused(tmp_path, target):
     with pytest.raises(UserError, match="holds no draft head"):
         DraftHead.load(tmp_path / "nowhere", target)

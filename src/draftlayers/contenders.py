@@ -1,6 +1,7 @@
 """The heads that a run compares: their layer sets, folders, and what all of them learn from.
 
-Used by chapter 06 and by the heads' own jobs. How one head is trained belongs to ``training``.
+Used by chapters 06 and 07 and by the heads' own jobs. How one head is trained belongs to
+``training``.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftlayers.current import read_record
 from draftlayers.examples import TOP, TrainingData
-from draftlayers.project import Say, UserError, quiet
+from draftlayers.project import DATA, Say, UserError, quiet
 from draftlayers.prompts import Corpus
 from draftlayers.runs import Run
 from draftlayers.states import collect
@@ -52,6 +54,19 @@ def parse_head_name(name: str) -> tuple[tuple[int, ...], int]:
         return tuple(int(b) for b in layers.split("-")), int(seed)
     except ValueError:
         raise UserError(f"{name!r} names no head: expected a name such as 2-15-27-s0") from None
+
+
+def shipped_head(run: Run, target: Target, layers: Sequence[int]) -> Path | None:
+    """Folder of the head for a layer set that ships with the project; None if there is none.
+
+    It was trained far longer than a run's own, on this very target: a head for other weights of
+    the same name is left alone.
+    """
+    folder = DATA / "heads" / Path(target.name).name / "-".join(map(str, layers))
+    files = [run.uses(folder / name) for name in ("model.safetensors", "config.json")]
+    causes = (read_record(run.uses(folder / "training.json")) or {}).get("causes") or {}
+    theirs = causes.get("target") == target.digest
+    return folder if theirs and all(path.exists() for path in files) else None
 
 
 def prepare(run: Run, target: Target, corpus: Corpus, say: Say = quiet) -> TrainingData:

@@ -33,7 +33,8 @@ from draftlayers.project import UserError, write_atomically
 if TYPE_CHECKING:
     from draftlayers.targets import Target
 
-FORMAT = "draftlayers-head-2"
+FORMAT = "draftlayers-head-3"
+OUTPUT = "lm_head.weight"
 
 
 class DraftHead(nn.Module):
@@ -79,6 +80,7 @@ class DraftHead(nn.Module):
         self.upper = nn.ModuleList(Layer(c, c.d_model) for _ in range(c.head_layers - 1))
         self.norm = nn.RMSNorm(c.d_model, c.rms_norm_eps)
         self.lm_head = nn.Linear(c.d_model, c.draft_vocab_size, bias=False)
+        self.lm_head.requires_grad_(not c.tied_output)
         for name, ids in zip(("d2t", "t2d"), vocabulary_maps(vocabulary, c), strict=True):
             self.register_buffer(name, ids)
         self.register_buffer("embedding", embedding.detach(), persistent=False)
@@ -183,10 +185,20 @@ class DraftHead(nn.Module):
         tables = rotary_tables(self.config, 1 << max(count - 1, 1).bit_length())
         self.cos, self.sin = (table.to(self.fc.weight.device) for table in tables)
 
+    @torch.no_grad()
+    def tie_output(self, target: Target) -> None:
+        """Take the draft tokens' rows of the target's output matrix for one's own."""
+        self.lm_head.weight.copy_(output_rows(target, self.vocabulary))
+
     def save(self, folder: Path) -> None:
-        """Write ``model.safetensors`` and ``config.json``; the second comes last and seals it."""
+        """Write ``model.safetensors`` and ``config.json``; the second comes last and seals it.
+
+        A tied output matrix is left out.
+        """
         folder = Path(folder)
         weights = {k: v.detach().contiguous().cpu() for k, v in self.state_dict().items()}
+        if self.config.tied_output:
+            del weights[OUTPUT]
         write_atomically(folder / "model.safetensors", save(weights))
         write_record(folder / "config.json", {"format": FORMAT, **self.config.to_dict()})
 
@@ -219,6 +231,11 @@ class DraftHead(nn.Module):
             vocabulary = head_files.stored_vocabulary(weights, config.draft_vocab_size)
             if vocabulary.max() >= target.vocab_size:
                 raise UserError(f"the head proposes tokens that {target.name} does not have")
+            if config.tied_output:
+                if OUTPUT in weights:
+                    raise UserError(f"{OUTPUT} is there, but the head is tied to its target's")
+                if vocabulary.min() >= 0:
+                    weights[OUTPUT] = output_rows(target, vocabulary)
             with torch.device("meta"):  # shapes first: a false size may need more than all memory
                 head_files.check_weights(weights, cls(config, embedding, vocabulary).state_dict())
             head = cls(config, embedding, vocabulary)
@@ -229,6 +246,12 @@ class DraftHead(nn.Module):
             head_files.check_finite(head.state_dict())
             head_files.check_rope(lambda: rotary_tables(config, 2), config.head_dim)
         return head
+
+
+def output_rows(target: Target, vocabulary: Tensor) -> Tensor:
+    """The rows ``[D, d]`` of the target's output matrix that score the tokens of a vocabulary."""
+    matrix = target.output_matrix.weight.detach()
+    return matrix[vocabulary.to(matrix.device)]
 
 
 def vocabulary_maps(vocabulary: Tensor, config: HeadConfig) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,9 @@ class HeadConfig:
         Whether the next step of a chain reads the head's state as the final norm leaves it.
     head_layers
         Transformer layers of the head itself, at least 1.
+    tied_output
+        Whether the output matrix is the draft tokens' rows of the target's, so that it does not
+        learn and no file needs to hold it.
     """
 
     target: str
@@ -73,6 +76,7 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     head_layers: int = 1
+    tied_output: bool = False
 
     def __post_init__(self) -> None:
         layers = tuple(self.layers)
@@ -130,8 +134,8 @@ class HeadConfig:
     ) -> HeadConfig:
         """The head's configuration for a target: its sizes, norms and RoPE settings.
 
-        `own` are fields that the target says nothing of: ``fc_norm``, ``norm_output`` and
-        ``head_layers``.
+        `own` are fields that the target says nothing of: ``fc_norm``, ``norm_output``,
+        ``head_layers`` and ``tied_output``.
         """
         c = target.config
         n_heads = c.num_attention_heads

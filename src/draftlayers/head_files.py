@@ -62,6 +62,7 @@ def check_values(values: Mapping[str, Any]) -> None:
         ("rope", dict, "an object"),
         ("fc_norm", bool, "true or false"),
         ("norm_output", bool, "true or false"),
+        ("tied_output", bool, "true or false"),
     ):
         if not isinstance(values[name], kind):
             raise UserError(f"{name} of a head must be {called}")

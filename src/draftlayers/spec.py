@@ -97,7 +97,7 @@ class RunSpec(BaseModel):
     head_start: Literal["target", "random"] = Field(
         "target", description="start the head from the target's last layer, or at random"
     )
-    train_lm_head: bool = Field(True, description="train the head's output matrix")
+    train_lm_head: bool = Field(True, description="train the output matrix, or keep the target's")
     seeds: int = Field(ge=1, le=1000, description="seeds for each main contender")
 
     depth: int = Field(5, ge=1, le=16, description="tokens guessed in a chain")

@@ -60,7 +60,7 @@ class TrainingSettings:
         ``"target"`` (the target's last layer, then a linear fit to its final states, which the
         store must hold) or ``"random"``.
     train_lm_head
-        Whether the output matrix learns, as in EAGLE-3's code, or stays as it starts.
+        Whether the output matrix learns, as in EAGLE-3's code, or stays the target's own.
     fc_norm, norm_output, head_layers
         The head's shape, as ``HeadConfig`` has it.
     optimizer
@@ -186,6 +186,7 @@ def train_head(
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
         head_layers=settings.head_layers,
+        tied_output=not settings.train_lm_head,
     )
     causes = causes_of(config, data, target, settings, seed)
     trained = finished(folder, causes, target, say)
@@ -263,7 +264,6 @@ class Trainer:
         if self.world > 1 and device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         self.head = DraftHead(config, embedding.to(device), data.vocabulary.to(device)).to(device)
-        self.head.lm_head.requires_grad_(settings.train_lm_head)
         self.parameters = [p for p in self.head.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(
             self.head,
@@ -285,6 +285,8 @@ class Trainer:
             fit_start(self.head, *self.data.first_guesses(config.n_layers, FIT_ROWS), seed)
         else:
             start_at_random(self.head, seed)
+        if config.tied_output:
+            self.head.tie_output(target)
         if self.world > 1:
             for p in self.head.parameters():
                 dist.broadcast(p.data, 0)
