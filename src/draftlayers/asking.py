@@ -14,11 +14,11 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftlayers.current import changed, read_record, write_record
+from draftlayers.current import changed, digest, read_record, write_record
 from draftlayers.project import Say, quiet
 from draftlayers.prompts import Prompt
 from draftlayers.targets import Target
@@ -67,11 +67,14 @@ class Asked:
         How many were left out for each of ``REASONS``.
     prompts
         Those that were kept, in their order.
+    apart
+        Digests of the texts that they were held against, none of which is near any of them.
     """
 
     rounds: int
     left_out: dict[str, int]
     prompts: list[Prompt]
+    apart: list[str] = field(default_factory=list)
 
     @property
     def written(self) -> int:
@@ -133,7 +136,7 @@ def load_asked(path: Path, target: Target, **causes: Any) -> Asked:
     if changed({name: was.get(name) for name in causes}, causes):
         return Asked(0, dict.fromkeys(REASONS, 0), [])
     prompts = [Prompt(p["id"], p["kind"], tuple(p["turns"])) for p in record["prompts"]]
-    return Asked(record["rounds"], record["left_out"], prompts)
+    return Asked(record["rounds"], record["left_out"], prompts, record.get("apart", []))
 
 
 def ask(
@@ -169,20 +172,23 @@ def ask(
         All questions of the file, with those that were written now.
     """
     turns = [turn for prompt in apart for turn in prompt.turns]
-    causes, heldout = {"seed": seed, "apart": turns}, Likeness(turns)
+    heldout = Likeness(turns)
     asked = load_asked(path, target, seed=seed)
-    if asked.rounds and load_asked(path, target, **causes).rounds == 0:
-        # What is held out has changed since: questions that were kept may be like it now.
+    known = {digest(turn) for turn in turns}
+    if more := known - set(asked.apart):
+        # Questions that were kept before these were held out may be like them.
         far = [prompt for prompt in asked.prompts if not heldout.like(prompt.turns[0])]
         asked.left_out["held out"] += len(asked.prompts) - len(far)
-        asked.prompts = far
-        _keep(path, asked, target, causes)
+        asked.prompts, asked.apart = far, sorted({*asked.apart, *more})
+        if asked.rounds:
+            _keep(path, asked, target, seed)
     before = Likeness(prompt.turns[0] for prompt in asked.prompts)
     if writer is None and len(asked.prompts) < count:
         writer = Writer(fast_twin(target))
     while writer and len(asked.prompts) < count:
         kept = _round(target, writer, asked, heldout, before, seed)
-        _keep(path, asked, target, causes)
+        asked.apart = sorted(known)  # what was held out only earlier was not looked at now
+        _keep(path, asked, target, seed)
         say(f"asked {asked.written:,} questions, kept {len(asked.prompts):,} of {count:,}")
         if kept < ROUND / 50:
             say("hardly any new question comes, so no more are asked")
@@ -190,11 +196,9 @@ def ask(
     return asked
 
 
-def _keep(path: Path, asked: Asked, target: Target, causes: dict[str, Any]) -> None:
+def _keep(path: Path, asked: Asked, target: Target, seed: int) -> None:
     """Write down what has been asked so far."""
-    rows = [asdict(prompt) for prompt in asked.prompts]
-    record = {"rounds": asked.rounds, "left_out": asked.left_out, "prompts": rows}
-    write_record(path, {"causes": {"target": target.digest, **causes}, **record})
+    write_record(path, {"causes": {"target": target.digest, "seed": seed}, **asdict(asked)})
 
 
 def _round(

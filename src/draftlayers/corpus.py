@@ -151,6 +151,18 @@ def shipped_corpus(target: Target) -> tuple[Path, Path]:
     return _corpus_files(DATA / "corpus" / Path(target.name).name)
 
 
+def questions_at_hand(target: Target, run: Run) -> tuple[Asked, str]:
+    """The questions of the target's own that a run learns from, and where they come from.
+
+    None when its prompts are the user's, or when there are none for this target.
+    """
+    if run.spec.prompts is None:
+        for (asked, _), where in ((own_corpus(run), "run"), (shipped_corpus(target), "project")):
+            if (found := load_asked(run.uses(asked), target)).prompts:
+                return found, where
+    return Asked(0, {}, []), ""
+
+
 def _corpus_files(folder: Path) -> tuple[Path, Path]:
     return folder / "asked.json", folder / "answers.safetensors"
 
