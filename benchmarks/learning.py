@@ -1,71 +1,74 @@
-"""What makes a draft head better: more answers, more updates, and each choice of its training.
+"""What more answers buy a draft head, and the head of all of them, which ships with the project.
 
-    python benchmarks/learning.py [--json FILE] [--model NAME] [--profile full] [PART ...]
+    python benchmarks/learning.py --ship [--json FILE] [--spec-bench question.jsonl] [PART ...]
 
-Runs on the corpus, the states and the layers of a run whose chapters 1 to 5 are done; what the
-study trains lies in that run's ``heads`` folder, so a killed study goes on where it stopped, and
-parts named on the command line can be trained by several processes side by side. Without a name
-everything is trained, the heads of all answers decode, and the record is written. The parts:
+Runs on the corpus, the states and the layers of a run whose chapters 1 to 5 are done. What is
+trained lies in that run's ``heads`` folder, so a killed study goes on where it stopped, and parts
+named on the command line can be trained by several processes side by side. Without a name
+everything is trained and decoded with, and the record is written. The parts:
 
-``default``, ``chosen``
-    the run's own heads of the default rule's layers and of the chosen ones, on all answers, as the
-    profile has it;
-``seeds``
-    heads of both on an eighth of the answers and for fewer epochs, from several seeds;
-``answers``
-    heads of the default rule's layers on shares of the training answers;
-``choices``
-    likewise on an eighth of the answers, with one choice of the training changed each time; what
-    they are compared with is the default rule's first head of ``seeds``, trained once for both.
+``sixteenth``, ``quarter``, ``all``
+    heads of the default rule's layers on shares of the training answers, for as many passes;
+``chosen``
+    a head of the chosen layers on a quarter of them.
 
 The record's ``decoding`` holds acceptance lengths in real greedy decoding on our held-out prompts
-and, with ``--spec-bench question.jsonl``, on Spec-Bench's questions (first turns): the target's own
-token counts, pooled over passes, 95 percent bootstrap intervals over prompts, paired for the
-difference of the two heads.
+and, with ``--spec-bench``, on Spec-Bench's questions (first turns): the target's own token counts,
+pooled over passes, 95 percent bootstrap intervals over prompts, paired for the difference of the
+two heads of a quarter. The head of all answers decodes as a chain, as the tree that is foretold to
+be fastest (``shapes``), and as the whole tree that this one is cut from. Every output is compared
+with plain decoding's.
+
+With ``--ship`` the head of all answers goes to ``data/heads``, in bfloat16 and without what can be
+made again from the target.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from _record import write
+from _record import whole, write
 
-from draftlayers.contenders import head_folder, planned_sets, prepare
+from draftlayers.contenders import head_folder, planned_sets, prepare, shipped_place
 from draftlayers.corpus import heldout_prompts, load_corpus
-from draftlayers.current import digest
-from draftlayers.decoding import Decoded, acceptance_length
+from draftlayers.costs import measure_costs, measure_passes, predicted_speedup
+from draftlayers.current import write_record
+from draftlayers.decoding import acceptance_length, decode
 from draftlayers.drafting import HeadDrafter
 from draftlayers.engine import Engine
 from draftlayers.examples import TrainingData, answer_rows
 from draftlayers.head import DraftHead
+from draftlayers.project import UserError
 from draftlayers.prompts import Prompt, read_prompts
 from draftlayers.runs import Run
+from draftlayers.shapes import Shape, best_shape, tree_length, trees_within
 from draftlayers.spec import RunSpec
-from draftlayers.speed import engine_methods, interval, summarise, time_methods
+from draftlayers.speed import difference, engine_methods, summarise, time_methods
 from draftlayers.targets import Target, open_target
 from draftlayers.training import TrainedHead, TrainingSettings, train_head
 
-SHARES = (1 / 16, 1 / 4)
-BASELINE = "as the profile"
-CHOICE_SHARE, CHOICE_EPOCHS, SEEDS = 1 / 8, 2.0, 3
+LARGEST = 25_000_000  # bytes of a head that ships
+VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the passes that are timed
 
 
 class Part(StrEnum):
-    """Groups of heads that can be trained apart."""
+    """Heads that can be trained apart."""
 
-    DEFAULT = "default"
+    SIXTEENTH = "sixteenth"
+    QUARTER = "quarter"
     CHOSEN = "chosen"
-    SEEDS = "seeds"
-    ANSWERS = "answers"
-    CHOICES = "choices"
+    ALL = "all"
+
+
+SHARES = {Part.SIXTEENTH: 1 / 16, Part.QUARTER: 1 / 4, Part.CHOSEN: 1 / 4, Part.ALL: 1.0}
 
 
 def say(text: str) -> None:
@@ -77,25 +80,27 @@ def part_of(data: TrainingData, share: float) -> TrainingData:
     return replace(data, train=data.train[: round(len(data.train) * share)])
 
 
-def choices(settings: TrainingSettings) -> dict[str, TrainingSettings]:
-    """Settings that differ from the profile's in one choice each, all for fewer epochs."""
-    changed: dict[str, dict[str, Any]] = {
-        BASELINE: {},
-        "random start": {"start": "random"},
-        "frozen output matrix": {"train_lm_head": not settings.train_lm_head},
-        "norm for each layer": {"fc_norm": True},
-        "half the learning rate": {"learning_rate": settings.learning_rate / 2},
-    }
-    return {
-        name: replace(settings, epochs=CHOICE_EPOCHS, **values) for name, values in changed.items()
-    }
+def train(run: Run, target: Target, data: TrainingData, part: Part) -> TrainedHead:
+    """The head of a part, trained now if it is not yet."""
+    sets, seed = planned_sets(run), run.spec.seed
+    if part is Part.CHOSEN and "chosen" not in sets:
+        raise UserError("the criterion chose the default rule's layers, so there is no such head")
+    layers = sets["chosen" if part is Part.CHOSEN else "default"]
+    own = run.path("heads", f"study-{part}")
+    folder = head_folder(run, layers, seed) if part is Part.ALL else own
+    settings = TrainingSettings.from_spec(run.spec)
+    some = part_of(data, SHARES[part])
+    return train_head(some, layers, target, settings, seed, folder, lambda t: say(f"{part}: {t}"))
 
 
 def record_of(trained: TrainedHead, data: TrainingData) -> dict[str, Any]:
     """What the record keeps of a training."""
     return {
+        "layers": list(trained.head.config.layers),
         "train_answer_tokens": int(answer_rows(data.store, data.train).sum()),
+        "train_conversations": len(data.train),
         "updates": trained.history[-1]["update"],
+        "seconds": trained.seconds,
         **{key: trained.best[key] for key in ("update", "loss", "acceptance", "tau")},
         "history": [
             {key: r[key] for key in ("update", "tokens", "train_loss", "loss", "tau")}
@@ -104,99 +109,72 @@ def record_of(trained: TrainedHead, data: TrainingData) -> dict[str, Any]:
     }
 
 
+def fastest_tree(
+    engine: Engine, head: DraftHead, depth: int, prompts: Sequence[list[int]]
+) -> Shape:
+    """The tree that is foretold to be fastest, from some prompts decoded with a whole one."""
+    whole_tree = Shape.whole_tree(depth)
+    drafter = whole_tree.drafter(head)
+    surveyed = [decode(engine, ids, 64, drafter) for ids in prompts]
+    context = max(prompts, key=len)
+    passes = measure_passes(engine, context, VERIFIED, repeats=40)
+    costs = measure_costs(engine, {"tree": drafter}, context, passes)["tree"]
+    return best_shape(
+        {
+            tree: predicted_speedup(tree_length(surveyed, tree), tree.depth, costs, tree.size)
+            for tree in trees_within(depth, [n - 1 for n in VERIFIED if n > 2])
+        }
+    )
+
+
 def decode_all(
-    engine: Engine, drafters: dict[str, HeadDrafter], prompts: list[Prompt], run: Run
+    engine: Engine, drafters: Mapping[str, HeadDrafter], prompts: list[Prompt], run: Run
 ) -> dict[str, Any]:
-    """Acceptance lengths of the heads on prompts, overall and by kind, outputs checked."""
+    """Acceptance lengths on prompts, overall and by kind, outputs checked."""
     spec, target = run.spec, engine.target
     rendered = [(p.kind, target.render(p.turns[:1])) for p in prompts]
     usable = [(kind, ids) for kind, ids in rendered if len(ids) <= spec.max_prompt_tokens]
     methods = engine_methods(engine, drafters, spec.max_prompt_tokens + spec.decode_tokens)
     asked = [ids for _, ids in usable]
     timings = time_methods(target, asked, methods, spec.decode_tokens, say=say)
-    table = summarise(timings)
-    answers = {name: [repeats[0] for repeats in timings.runs[name]] for name in drafters}
+    found = summarise(timings, spec.bootstrap)
+    kinds = sorted({kind for kind, _ in usable})
     record: dict[str, Any] = {
         "prompts": len(usable),
         "left_out_as_too_long": len(prompts) - len(usable),
-        "heads": {},
+        "drafts": {
+            name: {
+                "identical_to_plain": round(found[name]["identical"] * len(usable)),
+                **{key: found[name][key] for key in ("tau", "tau_interval", "alpha")},
+                "by_kind": {
+                    kind: acceptance_length(
+                        [timings.runs[name][i][0] for i, (k, _) in enumerate(usable) if k == kind]
+                    )
+                    for kind in kinds
+                },
+            }
+            for name in drafters
+        },
     }
-    for name, decoded in answers.items():
-        kinds: dict[str, list[Decoded]] = {}
-        for (kind, _), answer in zip(usable, decoded, strict=True):
-            kinds.setdefault(kind, []).append(answer)
-        record["heads"][name] = {
-            "identical_to_plain": round(table[name]["identical"] * len(usable)),
-            **{key: table[name][key] for key in ("tau", "tau_interval", "alpha")},
-            "by_kind": {kind: acceptance_length(kinds[kind]) for kind in sorted(kinds)},
-        }
-
-    def ahead(index: torch.Tensor) -> float:
-        some = {name: [decoded[i] for i in index] for name, decoded in answers.items()}
-        return acceptance_length(some["chosen"]) - acceptance_length(some["default"])
-
-    if "chosen" in answers:
-        record["chosen_minus_default"] = ahead(torch.arange(len(usable)))
-        record["chosen_minus_default_interval"] = interval(ahead, len(usable), spec.bootstrap)
+    if Part.CHOSEN in drafters:
+        ahead = difference(timings, Part.CHOSEN, Part.QUARTER, spec.bootstrap)["tau"]
+        record["chosen_minus_default"] = ahead.value
+        record["chosen_minus_default_interval"] = [ahead.low, ahead.high]
     return record
 
 
-def study(
-    run: Run, target: Target, parts: list[Part]
-) -> tuple[dict[str, Any], dict[str, DraftHead]]:
-    """Train what is not trained yet; return the record so far and the heads of all answers."""
-    corpus = load_corpus(target, run, say)
-    data = prepare(run, target, corpus, say)
-    settings, seed = TrainingSettings.from_spec(run.spec), run.spec.seed
-    sets = planned_sets(run)
-
-    def train(
-        name: str,
-        data: TrainingData,
-        settings: TrainingSettings,
-        folder: Path | None = None,
-        layers: tuple[int, ...] = sets["default"],
-        seed: int = seed,
-    ) -> TrainedHead:
-        place = folder or run.path("heads", f"study-{digest(name)}")
-        progress: Callable[[str], None] = lambda text: say(f"{name}: {text}")  # noqa: E731
-        return train_head(data, layers, target, settings, seed, place, progress)
-
-    record: dict[str, Any] = {
-        "sets": {name: list(layers) for name, layers in sets.items()},
-        "settings": vars(settings),
-        "draft_vocab": len(data.vocabulary),
-        "whole": {},
-    }
-    heads = {}
-    for name, layers in sets.items():
-        if name in parts:
-            place = head_folder(run, layers, seed)
-            trained = train(f"{name}, all answers", data, settings, place, layers)
-            record["whole"][name], heads[name] = record_of(trained, data), trained.head
-    if Part.SEEDS in parts:
-        part, fewer = part_of(data, CHOICE_SHARE), replace(settings, epochs=CHOICE_EPOCHS)
-        record["seeds"] = {
-            name: [
-                record_of(train(f"{name}, seed {s}", part, fewer, None, layers, s), part)
-                for s in range(seed, seed + SEEDS)
-            ]
-            for name, layers in sets.items()
-        }
-    if Part.ANSWERS in parts:
-        parts_of_data = {share: part_of(data, share) for share in SHARES}
-        record["answers"] = [
-            {"share": share, **record_of(train(f"share {share:g}", part, settings), part)}
-            for share, part in parts_of_data.items()
-        ]
-    if Part.CHOICES in parts:
-        part = part_of(data, CHOICE_SHARE)
-        names = {name: name for name in choices(settings)} | {BASELINE: f"default, seed {seed}"}
-        record["choices"] = {
-            name: record_of(train(names[name], part, changed), part)
-            for name, changed in choices(settings).items()
-        }
-    return record, heads
+def ship(trained: TrainedHead, record: dict[str, Any], target: Target) -> None:
+    """Put a head and what is known of it where chapter 07 looks for it."""
+    head, config = trained.head, trained.head.config
+    if not config.tied_output:
+        raise UserError("this head has its own output matrix; train it with train_lm_head=false")
+    place = shipped_place(target, config.layers)
+    head.to(torch.bfloat16).save(place)
+    head.to(target.dtype)
+    if (size := (place / "model.safetensors").stat().st_size) > LARGEST:
+        raise UserError(f"{place} takes {size:,} bytes, and {LARGEST:,} are what may ship")
+    causes = {"target": target.digest, "head": config.to_dict(), **record.pop("causes")}
+    write_record(place / "training.json", whole({**record, "causes": causes}))
 
 
 def main(
@@ -206,34 +184,61 @@ def main(
     profile: Annotated[str, typer.Option(help="Profile of the run.")] = "full",
     spec_bench: Annotated[Path | None, typer.Option(help="Spec-Bench's question.jsonl.")] = None,
     questions: Annotated[int, typer.Option(min=1, help="Its questions, evenly spaced.")] = 120,
+    ship_it: Annotated[bool, typer.Option("--ship", help="Keep the head in data/heads.")] = False,
     set_values: Annotated[
         list[str] | None, typer.Option("-p", metavar="KEY=VALUE", help="Override a parameter.")
     ] = None,
 ) -> None:
-    """Run the study and write one JSON object."""
+    """Train what is not trained yet, decode, and write one JSON object."""
     run = Run(RunSpec.make(model, profile, **RunSpec.parse_overrides(set_values or [])))
-    run.results("05-selection")
     asked = read_prompts(spec_bench) if spec_bench else []
     target = open_target(run, say)
-    record, heads = study(run, target, parts or list(Part))
+    data = prepare(run, target, load_corpus(target, run, say), say)
+    trained = {part: train(run, target, data, part) for part in parts or Part}
     if parts:
         return
-    engine = Engine(target)
-    drafters = {name: HeadDrafter(head, run.spec.depth) for name, head in heads.items()}
+    settings, depth = TrainingSettings.from_spec(run.spec), run.spec.depth
+    record: dict[str, Any] = {
+        "settings": asdict(settings),
+        "draft_vocab": len(data.vocabulary),
+        "heads": {
+            part: {"share": SHARES[part], **record_of(found, part_of(data, SHARES[part]))}
+            for part, found in trained.items()
+        },
+    }
+    engine, best = Engine(target), trained[Part.ALL].head
     prompts = {"ours": heldout_prompts(target, run)}
     if asked:
         prompts["Spec-Bench"] = asked[:: max(1, len(asked) // questions)]
+    some = [target.render(p.turns) for p in prompts["ours"][:14]]
+    tree = fastest_tree(engine, best, depth, some)
+    drafters = {part: HeadDrafter(trained[part].head, depth) for part in Part}
+    drafters |= {"tree": tree.drafter(best), "whole tree": Shape.whole_tree(depth).drafter(best)}
     record["decoding"] = {
-        name: decode_all(engine, drafters, some, run) for name, some in prompts.items()
+        name: decode_all(engine, drafters, these, run) for name, these in prompts.items()
     }
     record["setting"] = {
         "model": model,
         "profile": profile,
         "overrides": run.spec.overrides,
-        "depth": run.spec.depth,
+        "depth": depth,
+        "tree": vars(tree),
+        "whole_tree": vars(Shape.whole_tree(depth)),
         "decode_tokens": run.spec.decode_tokens,
+        "threads": torch.get_num_threads(),
     }
     write(record, json_to)
+    if ship_it:
+        shown = {
+            place: {name: found["drafts"][name] for name in (Part.ALL, "tree")}
+            for place, found in record["decoding"].items()
+        }
+        causes = {"settings": asdict(settings), "seed": run.spec.seed}
+        ship(
+            trained[Part.ALL],
+            {**record["heads"][Part.ALL], "decoding": shown, "causes": causes},
+            target,
+        )
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ LEVERS = {
     "norms before and behind": Lever({"fc_norm": True, "norm_output": True}),
     "noise": Lever({"noise": 0.05}),
     "weight decay": Lever({"weight_decay": 0.1}),
+    "the target's output matrix": Lever({"train_lm_head": False}),
     "questions are learned, too": Lever(questions=True),
 }
 

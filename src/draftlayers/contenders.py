@@ -62,11 +62,16 @@ def shipped_head(run: Run, target: Target, layers: Sequence[int]) -> Path | None
     It was trained far longer than a run's own, on this very target: a head for other weights of
     the same name is left alone.
     """
-    folder = DATA / "heads" / Path(target.name).name / "-".join(map(str, layers))
+    folder = shipped_place(target, layers)
     files = [run.uses(folder / name) for name in ("model.safetensors", "config.json")]
     causes = (read_record(run.uses(folder / "training.json")) or {}).get("causes") or {}
     theirs = causes.get("target") == target.digest
     return folder if theirs and all(path.exists() for path in files) else None
+
+
+def shipped_place(target: Target, layers: Sequence[int]) -> Path:
+    """Where the head for a layer set lies in the project, if one ships."""
+    return DATA / "heads" / Path(target.name).name / "-".join(map(str, layers))
 
 
 def prepare(run: Run, target: Target, corpus: Corpus, say: Say = quiet) -> TrainingData:
