@@ -15,13 +15,14 @@ included, because ``generate()`` tells no other. Three ratios sum it up:
 ``spec_over_plain``
     our speculative decoding with the head against our plain decoding, likewise.
 
-Speculation drafts a small tree: as many guesses as a pass verifies for about the price of one
-token, which is measured first. A long chain stands beside it (``chain_over_plain``), and so do
+Speculation drafts a tree or a chain of the shape that is foretold to be fastest (``shapes``), from
+terms that are measured first and from other prompts; ``foretold`` has the predictions. A long chain
+stands beside it (``chain_over_plain``), and so do
 ``generate()`` with prompt lookup and with assisted generation, where the assistant is the target's
 own first layers (it has no smaller sibling). Loading and preparing are reported apart, and so is
-the first answer of each method, beside the same answer once all is warm. The head is the default
-layers' from the furthest run at hand, or ``--head``; without any it is an untrained one, which the
-result says.
+the first answer of each method, beside the same answer once all is warm. The head is the one that
+ships for the default layers, or theirs from the furthest run at hand, or ``--head``; without any it
+is an untrained one, which the result says.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ import typer
 from _record import write
 from transformers import GenerationConfig
 
-from draftlayers.costs import free_draft_tokens, measure_costs, measure_passes
+from draftlayers.contenders import shipped_place
+from draftlayers.costs import measure_costs, measure_passes
 from draftlayers.decoding import Decoded
 from draftlayers.device import dtype_name
 from draftlayers.drafting import HeadDrafter
@@ -48,6 +50,7 @@ from draftlayers.head_config import HeadConfig
 from draftlayers.project import PROJECT
 from draftlayers.prompts import HELDOUT, balanced, read_prompts
 from draftlayers.selection import default_rule
+from draftlayers.shapes import foretell
 from draftlayers.speed import (
     PLAIN,
     Method,
@@ -63,6 +66,8 @@ from draftlayers.start import start_from_target
 from draftlayers.targets import Target, load_target
 from draftlayers.weights import find_weights
 
+DRAFT = "draft"  # of the shape that is foretold to be fastest
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # tokens of the passes that are timed
 HF = "generate()"
 ASSISTED = f"{HF}, assisted"  # many times slower than the others, so it gets every fourth prompt
 
@@ -80,7 +85,9 @@ def find_head(target: Target, folder: Path | None) -> tuple[DraftHead, str]:
     layers = tuple(default_rule(target.n_layers))
     name = "-".join(map(str, layers)) + "-s0"
     runs = PROJECT / "runs" / find_weights(target.name).folder_name
-    places = [folder] if folder else [runs / p / "heads" / name for p in ("full", "quick")]
+    ships = shipped_place(target, layers)
+    own = [runs / profile / "heads" / name for profile in ("full", "quick")]
+    places = [folder] if folder else [ships, *own]
     for place in places:
         if folder or (place / "config.json").exists():
             shown = place.relative_to(PROJECT) if place.is_relative_to(PROJECT) else place.name
@@ -152,14 +159,14 @@ def main(
     ready = time.perf_counter()
     heldout = balanced(read_prompts(HELDOUT))
     rendered = [target.render(prompt.turns) for prompt in heldout]
-    # The tree's shape was chosen on the first prompts, so it is measured on the last.
-    chosen = [ids for ids in rendered if len(ids) <= 320][-prompts:]
+    # The shape is chosen on the first prompts, so it is measured on the last.
+    short = [ids for ids in rendered if len(ids) <= 320]
+    surveyed, chosen = short[: min(prompts, len(short) - prompts)], short[-prompts:]
     context = max(chosen, key=len)
-    sizes = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-    engine.reserve(len(context) + tokens, new=max(sizes))
-    passes = measure_passes(engine, context, sizes, repeats=40)
-    tree = HeadDrafter(draft_head, 2, top_k=3, total=max(2, free_draft_tokens(passes)))
-    drafters = {"chain": chain, "tree": tree}
+    passes = measure_passes(engine, context, SIZES, repeats=60)
+    forecast = foretell(engine, draft_head, surveyed or chosen, passes, tokens, depth, depth)
+    best = forecast.best
+    drafters = {"chain": chain, DRAFT: best.drafter(draft_head)}
     methods = engine_methods(engine, drafters, len(context) + tokens) | {
         HF: hugging_face(target),
         f"{HF}, prompt lookup": hugging_face(target, prompt_lookup_num_tokens=depth),
@@ -198,20 +205,21 @@ def main(
     table = summarise(own, replicates=200)
     ratios = {
         "plain_over_hf": speedup(timings, PLAIN, HF, whole=True),
-        "spec_over_plain": speedup(timings, "tree", whole=True),
+        "spec_over_plain": speedup(timings, DRAFT, whole=True),
         "chain_over_plain": speedup(timings, "chain", whole=True),
     }
     result = {
         "verify6_over_decode": costs.verify(6) / costs.passes[1],
         **{name: ratio.value for name, ratio in ratios.items()},
         **{f"{name}_interval": (ratio.low, ratio.high) for name, ratio in ratios.items()},
-        "spec_over_hf": speedup(timings, "tree", HF, whole=True).value,
-        "spec_over_plain_after_prompt": table["tree"]["speedup"],
+        "spec_over_hf": speedup(timings, DRAFT, HF, whole=True).value,
+        "spec_over_plain_after_prompt": table[DRAFT]["speedup"],
         "tokens_per_second": {
             name: rates[name](torch.arange(len(answered[name]))) for name in methods
         },
         "tau": {name: table[name]["tau"] for name in drafters},
         "alpha": table["chain"]["alpha"],
+        "foretold": {str(shape): gain for shape, gain in forecast.speedups.items()},
         "pass_ms": {n: 1000 * seconds for n, seconds in costs.passes.items()},
         "draft_step_ms": 1000 * costs.draft_next,
         "draft_first_ms": 1000 * costs.draft_first,
@@ -237,7 +245,7 @@ def main(
             "engine": engine.way,
             "head": source,
             "depth": depth,
-            "tree": {"depth": tree.depth, "top_k": tree.top_k, "total": tree.size},
+            "shape": vars(best),
             "prompts": len(chosen),
             "new_tokens": tokens,
             "rounds": repeats,

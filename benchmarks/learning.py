@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -39,17 +39,16 @@ from _record import whole, write
 
 from draftlayers.contenders import head_folder, planned_sets, prepare, shipped_place
 from draftlayers.corpus import heldout_prompts, load_corpus
-from draftlayers.costs import measure_costs, measure_passes, predicted_speedup
+from draftlayers.costs import measure_passes
 from draftlayers.current import write_record
-from draftlayers.decoding import acceptance_length, decode
+from draftlayers.decoding import acceptance_length
 from draftlayers.drafting import HeadDrafter
 from draftlayers.engine import Engine
 from draftlayers.examples import TrainingData, answer_rows
-from draftlayers.head import DraftHead
 from draftlayers.project import UserError
 from draftlayers.prompts import Prompt, read_prompts
 from draftlayers.runs import Run
-from draftlayers.shapes import Shape, best_shape, tree_length, trees_within
+from draftlayers.shapes import Shape, best_shape, foretell
 from draftlayers.spec import RunSpec
 from draftlayers.speed import difference, engine_methods, summarise, time_methods
 from draftlayers.targets import Target, open_target
@@ -107,24 +106,6 @@ def record_of(trained: TrainedHead, data: TrainingData) -> dict[str, Any]:
             for r in trained.history
         ],
     }
-
-
-def fastest_tree(
-    engine: Engine, head: DraftHead, depth: int, prompts: Sequence[list[int]]
-) -> Shape:
-    """The tree that is foretold to be fastest, from some prompts decoded with a whole one."""
-    whole_tree = Shape.whole_tree(depth)
-    drafter = whole_tree.drafter(head)
-    surveyed = [decode(engine, ids, 64, drafter) for ids in prompts]
-    context = max(prompts, key=len)
-    passes = measure_passes(engine, context, VERIFIED, repeats=40)
-    costs = measure_costs(engine, {"tree": drafter}, context, passes)["tree"]
-    return best_shape(
-        {
-            tree: predicted_speedup(tree_length(surveyed, tree), tree.depth, costs, tree.size)
-            for tree in trees_within(depth, [n - 1 for n in VERIFIED if n > 2])
-        }
-    )
 
 
 def decode_all(
@@ -211,7 +192,8 @@ def main(
     if asked:
         prompts["Spec-Bench"] = asked[:: max(1, len(asked) // questions)]
     some = [target.render(p.turns) for p in prompts["ours"][:14]]
-    tree = fastest_tree(engine, best, depth, some)
+    passes = measure_passes(engine, max(some, key=len), VERIFIED, repeats=40)
+    tree = best_shape(foretell(engine, best, some, passes, 64, depth, depth, say).trees)
     drafters = {part: HeadDrafter(trained[part].head, depth) for part in Part}
     drafters |= {"tree": tree.drafter(best), "whole tree": Shape.whole_tree(depth).drafter(best)}
     record["decoding"] = {

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from draftlayers.decoding import Decoded, Draft
+from draftlayers.costs import expected_length, measure_costs, predicted_speedup
+from draftlayers.decoding import Decoded, Draft, acceptance_rates, decode
 from draftlayers.drafting import HeadDrafter
+from draftlayers.engine import Engine
 from draftlayers.head import DraftHead
-from draftlayers.project import UserError
+from draftlayers.project import Say, UserError, quiet
 
 WIDTH = 4  # children of a node, and nodes that grow at each level of a tree
 SLACK = 0.02  # predictions nearer than this are alike, as measured terms are no more exact
@@ -108,6 +110,81 @@ def likeliest(draft: Draft, shape: Shape) -> set[int]:
     scores, depths = draft.scores, draft.depths
     within = [node for node in range(len(scores)) if depths[node] <= shape.depth]
     return set(sorted(within, key=lambda node: (-scores[node], node))[: shape.size])
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is foretold for every shape before one of them is timed.
+
+    Attributes
+    ----------
+    lengths, speedups
+        Acceptance length τ and speedup over plain decoding of each shape.
+    alpha
+        Acceptance rates by place of a chain as long as the longest.
+    """
+
+    lengths: dict[Shape, float]
+    speedups: dict[Shape, float]
+    alpha: list[float | None]
+
+    @property
+    def best(self) -> Shape:
+        """The shape to take, by ``best_shape``."""
+        return best_shape(self.speedups)
+
+    @property
+    def trees(self) -> dict[Shape, float]:
+        """The speedups of trees alone."""
+        return {shape: speed for shape, speed in self.speedups.items() if shape.width > 1}
+
+
+def foretell(
+    engine: Engine,
+    head: DraftHead,
+    prompts: Sequence[Sequence[int]],
+    passes: Mapping[int, float],
+    new_tokens: int,
+    chain: int,
+    tree: int,
+    say: Say = quiet,
+) -> Forecast:
+    """Decode prompts with a long chain and a whole tree, and foretell every smaller shape.
+
+    Parameters
+    ----------
+    prompts
+        Of tokens; costs are measured behind the longest.
+    passes
+        From ``measure_passes``; trees are as large as these passes can verify.
+    new_tokens
+        Of each answer, at most.
+    chain, tree
+        Levels of the longest chain and of the deepest tree; no tree if the engine has none, or if
+        answers are too short for one.
+    """
+    surveys = {"chain": Shape.chain(chain)}
+    if engine.trees and new_tokens > tree + 1:
+        surveys["tree"] = Shape.whole_tree(tree)
+    drafters = {name: shape.drafter(head) for name, shape in surveys.items()}
+    costs = measure_costs(engine, drafters, max(prompts, key=len), passes, repeats=20)
+    runs: dict[str, list[Decoded]] = {}
+    for name, drafter in drafters.items():
+        runs[name] = [decode(engine, ids, new_tokens, drafter) for ids in prompts]
+        say(f"decoded {len(prompts)} prompts with a {surveys[name]}")
+    alpha = acceptance_rates(runs["chain"])
+    chains = [Shape.chain(depth) for depth in range(1, chain + 1)]
+    lengths = {shape: expected_length(alpha, shape.depth) for shape in chains}
+    if "tree" in runs:
+        shapes = trees_within(tree, [tokens - 1 for tokens in sorted(passes)])
+        lengths |= {shape: tree_length(runs["tree"], shape) for shape in shapes}
+    speedups = {
+        shape: predicted_speedup(
+            length, shape.depth, costs["chain" if shape.width == 1 else "tree"], shape.size
+        )
+        for shape, length in lengths.items()
+    }
+    return Forecast(lengths, speedups, alpha)
 
 
 def best_shape(predicted: Mapping[Shape, float], slack: float = SLACK) -> Shape:
