@@ -3,13 +3,14 @@
     python benchmarks/levers.py [--json FILE] [--model NAME] [--seeds 2] [LEVER ...]
 
 A head of the default rule's layers is trained for one pass over the same answers with each of
-``LEVERS``, from several seeds, and judged on the same validation answers. The answers are those
+``LEVERS``, from several seeds, and judged on the same validation answers. The ``base`` has one
+layer, AdamW, and an output matrix of its own that learns. The answers are those
 that the target wrote to questions of its own (``draftlayers answer``). Everything lies in the
 folder of the run that ``-p`` describes, so a killed study goes on where it stopped, and levers
 named on the command line can be trained by several processes side by side. Without a name
 everything is trained and the record is written.
 
-A lever's ``tau`` has one number for each seed, ``gain`` the differences to ``as the profile``, seed
+A lever's ``tau`` has one number for each seed, ``gain`` the differences to ``base``, seed
 by seed, ``acceptance`` the share of first guesses that are accepted, and ``relative_seconds`` what
 training took, as a share of what it took without the lever.
 """
@@ -37,7 +38,7 @@ from draftlayers.targets import Target, open_target
 from draftlayers.training import TrainedHead, TrainingSettings, train_head
 from draftlayers.writing import fast_twin
 
-BASELINE = "as the profile"
+BASELINE = "base"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def main(
     run = Run(RunSpec.make(model, profile, **{"head_epochs": 1.0, **values}))
     target = open_target(run, say)
     corpus = load_corpus(target, run, say)
-    plain = TrainingSettings.from_spec(run.spec)
+    plain = replace(TrainingSettings.from_spec(run.spec), train_lm_head=True)
     data = {False: training_data(run, target, corpus, questions=False)}
     heads: dict[str, list[TrainedHead]] = {name: [] for name in LEVERS}
     for seed in range(run.spec.seed, run.spec.seed + seeds):

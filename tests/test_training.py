@@ -22,7 +22,9 @@ from tests.helpers import LAYERS, STEPS, InMemory, answered, by_heart, settings
 def test_two_conversations_are_learned_by_heart(target, tmp_path, start):
     conversations = answered(target, 2, 24, seed=2)
     data = by_heart(target, tmp_path / "s", conversations)
-    thorough = settings(epochs=150.0, batch_tokens=48, start=start, learning_rate=5e-3)
+    thorough = settings(
+        epochs=150.0, batch_tokens=48, start=start, learning_rate=5e-3, train_lm_head=True
+    )
     trained = train_head(data, LAYERS, target, thorough, 0, tmp_path / "h")
     assert min(trained.best["agreement"][:STEPS]) > 0.9
     assert trained.best["tau"] > 3
@@ -108,7 +110,7 @@ def test_finished_head_is_loaded(finished, data, target, no_training):
 
 OTHER_SETTINGS = {
     "epochs": 0.4, "batch_tokens": 31, "learning_rate": 1e-3, "ttt_steps": 2, "start": "random",
-    "train_lm_head": False, "fc_norm": True, "depth": 4, "warmup": 0.1, "clip": 1.0,
+    "train_lm_head": True, "fc_norm": True, "depth": 4, "warmup": 0.1, "clip": 1.0,
     "betas": (0.9, 0.99), "weight_decay": 0.1, "norm_output": True, "head_layers": 2,
     "optimizer": "muon", "sharpen": 1.5, "noise": 0.05,
 }  # fmt: skip
@@ -269,18 +271,20 @@ def test_weights_of_a_stopped_training_are_not_taken_for_the_finished_head(
     assert same_head(folder, tmp_path / "kept")
 
 
-def test_starts_and_frozen_output_matrix(target, data, tmp_path):
-    frozen = settings(epochs=1.0, train_lm_head=False)
-    head = train_head(data, LAYERS, target, frozen, 0, tmp_path / "a").head
-    assert torch.equal(head.lm_head.weight, target.output_matrix.weight[data.vocabulary])
-    assert not torch.equal(head.norm.weight, target.final_norm.weight)
-    learned = train_head(data, LAYERS, target, settings(epochs=1.0), 0, tmp_path / "b").head
-    assert not torch.equal(learned.lm_head.weight, target.output_matrix.weight[data.vocabulary])
-    random = train_head(
-        data, LAYERS, target, settings(epochs=1.0, start="random"), 0, tmp_path / "c"
-    )
+def test_starts_and_output_matrices(target, data, tmp_path):
+    def trained(name, **choice):
+        return train_head(data, LAYERS, target, settings(epochs=1.0, **choice), 0, tmp_path / name)
+
+    rows = target.output_matrix.weight[data.vocabulary]
+    tied = trained("tied").head
+    assert torch.equal(tied.lm_head.weight, rows)
+    assert not torch.equal(tied.norm.weight, target.final_norm.weight)
+    learned = trained("learned", train_lm_head=True).head
+    assert not torch.equal(learned.lm_head.weight, rows)
+    random = trained("random", start="random", train_lm_head=True)
     assert random.history[0]["loss"] != pytest.approx(
-        json.loads((tmp_path / "b" / "training.json").read_text())["history"][0]["loss"], rel=1e-3
+        json.loads((tmp_path / "learned" / "training.json").read_text())["history"][0]["loss"],
+        rel=1e-3,
     )
 
 

@@ -97,7 +97,7 @@ class RunSpec(BaseModel):
     head_start: Literal["target", "random"] = Field(
         "target", description="start the head from the target's last layer, or at random"
     )
-    train_lm_head: bool = Field(True, description="train the output matrix, or keep the target's")
+    train_lm_head: bool = Field(False, description="train the output matrix, or keep the target's")
     seeds: int = Field(ge=1, le=1000, description="seeds for each main contender")
 
     depth: int = Field(5, ge=1, le=16, description="tokens guessed in a chain")
@@ -196,15 +196,15 @@ class RunSpec(BaseModel):
 
 # What "smoke", "quick" and "full" mean. "quick" is sized for 15 minutes on two CPU cores.
 _SIZES: dict[str, tuple[float, float, float]] = {
-    "train_conversations": (24, 240, 3200),
-    "validation_conversations": (6, 21, 70),
+    "train_conversations": (24, 240, 30000),
+    "validation_conversations": (6, 21, 84),
     "heldout_prompts": (7, 21, 84),
     "max_prompt_tokens": (480, 320, 320),
     "answer_tokens": (24, 128, 128),
     "stat_tokens": (1500, 8000, 32000),
     "lens_tokens": (256, 1024, 4096),
     "bootstrap": (50, 200, 1000),
-    "head_epochs": (1.0, 3.0, 3.0),
+    "head_epochs": (1.0, 3.0, 2.0),
     "ttt_steps": (2, 3, 4),
     "batch_tokens": (2048, 256, 256),
     "learning_rate": (1e-3, 1e-3, 1e-3),

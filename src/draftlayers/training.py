@@ -88,7 +88,7 @@ class TrainingSettings:
     learning_rate: float
     ttt_steps: int
     start: str = "target"
-    train_lm_head: bool = True
+    train_lm_head: bool = False
     fc_norm: bool = False
     norm_output: bool = False
     head_layers: int = 1
