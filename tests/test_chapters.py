@@ -407,9 +407,10 @@ def test_a_command_executes_only_the_chapter_that_is_damaged(finished, tmp_path)
 @pytest.fixture
 def notebooks(tmp_path, monkeypatch):
     """A copy of the notebooks that a test may edit."""
-    shutil.copytree(NOTEBOOKS, tmp_path / "notebooks")
-    monkeypatch.setattr(chapters, "NOTEBOOKS", tmp_path / "notebooks")
-    return tmp_path / "notebooks"
+    copy = tmp_path / "a 'checkout' {x}" / "notebooks"
+    shutil.copytree(NOTEBOOKS, copy)
+    monkeypatch.setattr(chapters, "NOTEBOOKS", copy)
+    return copy
 
 
 def edit(path, change):

@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 
+from draftlayers import cka_sums
 from draftlayers.cka_pass import PARTS, Plan, accumulate, choose_plan, deal_parts
 from draftlayers.cka_sums import CKA, Basis, CKASums
 from draftlayers.store import ArraySource
@@ -282,6 +283,27 @@ def test_massive_activations_in_half_precision(dtype, how):
     expected = reference.cka_debiased(x.double().numpy())
     tolerance = 1e-5 if how is None else 3e-3
     assert compute(x, how).matrix.numpy() == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize("times", [1.0, 1e2, 1e4])
+def test_single_long_rows_are_exact_or_refused(times, monkeypatch):
+    """One row, and one feature, that outweigh all others."""
+    x = torch.randn(3, 400, 48, generator=torch.Generator().manual_seed(0))
+    x[:, 7] *= times
+    x[0, 200] *= times
+    rows = torch.arange(400)
+
+    def found():
+        return accumulate(ArraySource(x), rows, rows).compute().matrix
+
+    expected = torch.as_tensor(reference.cka_debiased(x.double()))
+    torch.testing.assert_close(found(), expected, atol=1e-6, rtol=0)
+    monkeypatch.setattr(cka_sums, "DOUBLE_BYTES", 0)
+    if times < 1e4:
+        torch.testing.assert_close(found(), expected, atol=1e-4, rtol=0)
+    else:
+        with pytest.raises(ValueError, match="a few rows are so much longer"):
+            found()
 
 
 def test_overflowed_states_are_refused_by_name():

@@ -101,6 +101,11 @@ def test_too_few_conversations_are_refused(tiny, tmp_path):
         load_corpus(tiny, made(tmp_path, max_prompt_tokens=8))
 
 
+def test_held_out_prompts_that_are_all_too_long_are_refused(tiny, tmp_path):
+    with pytest.raises(UserError, match=r"none .* at most 8 tokens .* the shortest has \d+"):
+        heldout_prompts(tiny, made(tmp_path, max_prompt_tokens=8))
+
+
 def test_too_few_prompts_of_ones_own_are_refused(tiny, tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"id": 1, "kind": "sum", "turns": ["What is 1 plus 1?"]}')

@@ -22,9 +22,9 @@ class Linear:
 
     vocab_size = 30
 
-    def __init__(self, cap: float | None = None, gain: float = 1.0):
+    def __init__(self, cap: float | None = None, gain: float = 1.0, width: int = WIDTH):
         generator = torch.Generator().manual_seed(1)
-        self.weight = gain * torch.randn(30, WIDTH, generator=generator)
+        self.weight = gain * torch.randn(30, width, generator=generator)
         self.cap = cap
 
     def unembed(self, states: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def measured(
     rows = torch.arange(x.shape[1])
     overlap = accumulate(source, rows, rows // 3).compute().overlap
     return layer_entropy.sample_entropies(
-        target or Linear(), source, rows, overlap, lens_tokens=tokens
+        target or Linear(width=x.shape[2]), source, rows, overlap, lens_tokens=tokens
     )
 
 
@@ -147,9 +147,14 @@ def test_spectra_do_not_see_rotation_shift_or_scale(name):
     assert moved.numpy() == pytest.approx(plain.numpy(), rel=1e-4)
 
 
+FLAT = torch.randn(LAYERS, 64, 256, generator=torch.Generator().manual_seed(1))
+CROSSED = torch.eye(100, 120)[None].repeat(LAYERS, 1, 1)  # rows that are orthogonal exactly
+
+
+@pytest.mark.parametrize("x", [states(), FLAT, CROSSED], ids=["decaying", "flat", "orthogonal"])
 @pytest.mark.parametrize("name", list(layer_entropy.DEFINITIONS))
-def test_shares_lie_between_zero_and_one(name):
-    m, definition = measured(states()), layer_entropy.DEFINITIONS[name]
+def test_shares_lie_between_zero_and_one(name, x):
+    m, definition = measured(x), layer_entropy.DEFINITIONS[name]
     for share in (definition.layer_shares(m), definition.set_shares(m, ALL_SETS)):
         assert (share >= 0).all() and (share <= 1 + 1e-9).all()
     one = definition.sets(m, np.arange(LAYERS)[:, None])

@@ -121,7 +121,7 @@ def _execute(run: Run, chapter: str, say: Say) -> Path:
                 },
                 kernel_name="python3",
                 kernel_manager_class=_own_kernels(run),
-                cwd=_literal(NOTEBOOKS),
+                cwd=NOTEBOOKS,
                 progress_bar=False,
                 autosave_cell_every=30,
                 # The kernel talks to this process on this machine only; its warning that others

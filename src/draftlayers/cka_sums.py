@@ -24,6 +24,8 @@ from draftlayers.store import Source
 
 BLOCK = 64  # rows of a shuffled block, at least
 BASIS_ROWS = 512  # rows that a basis is fitted to
+DOUBLE_BYTES = 2**28  # of the large sums, at most, if they are held in double precision
+LONGEST_ROWS = 1e4  # products of rows with themselves over HSIC: 1e-7 of it is rounding
 REPLICATES = 4  # whose large sums are formed at once
 FLUSH_ROWS = 2048  # rows that wait to be multiplied together
 _ADDITIVE = (
@@ -96,7 +98,9 @@ class CKA:
     biased
         The plug-in estimate, for comparison only: it rises with width / rows.
     se
-        Jackknife standard error over parts of whole sequences; None with a single part.
+        Jackknife standard error over parts of whole sequences; None with a single part. What
+        blocks estimate is held fixed in it: the error of that estimate comes on top, and is small
+        where ``exact_share`` is near 1.
     overlap
         HSIC_ij / (t_i t_j) with t the trace of the covariance: the inner product of the
         trace-normalised covariances. Its diagonal is the purity, 1 / effective rank.
@@ -157,7 +161,10 @@ class CKASums:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64)
 
-        self.cross = torch.zeros(cells, width, width, device=device)  # Z'Z, upper blocks only
+        # Few sums are held in double precision: then no row is too long beside the others.
+        wide = torch.float64 if cells * width**2 * 8 <= DOUBLE_BYTES else torch.float32
+        # Z'Z, upper blocks only
+        self.cross = torch.zeros(cells, width, width, device=device, dtype=wide)
         self.sum = zeros(cells, width)  # Z'1
         self.by_norm = zeros(cells, width, layers)  # Z'k
         self.norm_products = zeros(cells, layers, layers)  # k'k, strong directions
@@ -255,7 +262,7 @@ class CKASums:
         cell = torch.cat([c for _, c in self._waiting])
         self._waiting.clear()
         order = cell.argsort(stable=True)
-        z = z[order.to(z.device)]
+        z = z[order.to(z.device)].to(self.cross.dtype)
         layers, r = self.layers, self.rank
         step = max(1, 512 // r) * r  # strips of layers: only the upper half is computed
         start = 0
@@ -410,7 +417,14 @@ class CKASums:
         inner = _upper(form) - rows - rows.mT + cubes
         strong = _upper(square) - products
         strong += one[:, :, None] * one[:, None, :] / ((n - 1) * (n - 2))
-        return (strong - 2 / (n - 2) * inner) / (n * (n - 3))
+        strong = strong - 2 / (n - 2) * inner
+        alone, together = (x.diagonal(dim1=1, dim2=2) for x in (products, strong))
+        if cross.dtype != torch.float64 and (alone > LONGEST_ROWS * together).any():
+            raise ValueError(
+                "a few rows are so much longer than all others that their CKA cannot be summed "
+                "in single precision; leave them out, as the filter does with attention sinks"
+            )
+        return strong / (n * (n - 3))
 
     def _traces(self, w: Tensor, n: Tensor, cells: int, level: int) -> Tensor:
         """Trace of each layer's covariance, ``[B, L]``."""

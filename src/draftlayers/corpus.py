@@ -77,6 +77,8 @@ def load_corpus(target: Target, run: Run, say: Say = quiet) -> Corpus:
         _conversations(target, run, some, known, place, say)
         for some, place in ((learned, "answers"), (judged, "validation"))
     ]
+    if run.path("corpus").exists():
+        run.made(run.path("corpus"))
     if len(found[0]) < 2 or not found[1]:
         raise UserError(
             f"only {len(found[0])} conversations to learn from and {len(found[1])} to validate on "
@@ -244,10 +246,23 @@ def training_prompts(run: Run, say: Say = quiet) -> list[Prompt]:
 
 
 def heldout_prompts(target: Target, run: Run) -> list[Prompt]:
-    """The prompts that a run decodes: short enough ones, as many as asked for, all kinds alike."""
+    """The prompts that a run decodes: short enough ones, as many as asked for, all kinds alike.
+
+    Raises
+    ------
+    UserError
+        When none is short enough.
+    """
     spec = run.spec
     prompts = read_prompts(run.uses(HELDOUT))
-    short = [p for p in prompts if len(target.render(p.turns)) <= spec.max_prompt_tokens]
+    lengths = [len(target.render(p.turns)) for p in prompts]
+    most = spec.max_prompt_tokens
+    short = [p for p, length in zip(prompts, lengths, strict=True) if length <= most]
+    if not short:
+        raise UserError(
+            f"none of the prompts that are held out for decoding has at most {most} tokens "
+            f"(max_prompt_tokens); the shortest has {min(lengths)}"
+        )
     return balanced(short)[: spec.heldout_prompts]
 
 

@@ -120,9 +120,11 @@ def end_all(pid: int) -> None:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
-        for process in psutil.wait_procs(processes, timeout=GRACE_SECONDS)[1]:
+        alive = psutil.wait_procs(processes, timeout=GRACE_SECONDS)[1]
+        for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(alive, timeout=GRACE_SECONDS)
 
 
 def end_with_parent() -> None:
@@ -152,9 +154,13 @@ def check_abilities(run: Run, needed: Sequence[str], say: Say) -> None:
         When the target cannot do it; the message says why.
     """
     from draftlayers.capabilities import check_target
+    from draftlayers.corpus import heldout_prompts
     from draftlayers.targets import open_target
 
-    check_target(open_target(run, say)).require(*needed)
+    target = open_target(run, say)
+    check_target(target).require(*needed)
+    if "decode" in needed:
+        heldout_prompts(target, run)
 
 
 def train_planned_head(run: Run, name: str, say: Say) -> None:

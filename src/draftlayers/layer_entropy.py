@@ -312,7 +312,9 @@ def _feature_sets(samples: EntropySamples, sets: Sets) -> Tensor:
 
 
 def _renyi_layers(samples: EntropySamples) -> Tensor:
-    return -samples.overlap.diagonal(dim1=-2, dim2=-1).log()
+    # Of few rows the unbiased purity may fall below what any spectrum has, or even below zero.
+    purity = samples.overlap.diagonal(dim1=-2, dim2=-1)
+    return -purity.clamp(min=1 / samples.width).log()
 
 
 def _renyi_sets(samples: EntropySamples, sets: Sets) -> Tensor:
@@ -320,7 +322,8 @@ def _renyi_sets(samples: EntropySamples, sets: Sets) -> Tensor:
     index = _index(sets)
     k = index.shape[1]
     pairs = (samples.overlap[..., index[:, a], index[:, b]] for a in range(k) for b in range(k))
-    return -(cast(Tensor, sum(pairs)) / k**2).log()
+    purity = cast(Tensor, sum(pairs)) / k**2
+    return -purity.clamp(min=1 / (k * samples.width)).log()
 
 
 def _gram_layers(score: Callable[[Tensor, int], Tensor]) -> Callable[[EntropySamples], Tensor]:
@@ -376,7 +379,7 @@ DEFINITIONS: dict[str, Definition] = {
             cost="none beyond CKA",
             layers=_renyi_layers,
             sets=_renyi_sets,
-            largest=lambda samples, k: math.log(min(samples.rows - 1, k * samples.width)),
+            largest=lambda samples, k: math.log(k * samples.width),
         ),
         Definition(
             name="von_neumann",
