@@ -22,10 +22,10 @@ The first three run in children forked from one process that has imported everyt
 killed at the moments that matter most: at each file they put in place, when half of it is written,
 and right after it is in place.
 
-A stage's record holds its ``moments`` (seconds, and share of the undisturbed time; those of one
-``trial`` follow each other in one folder), its ``differences``, and ``leftovers``: files that an
-undisturbed run does not leave. These last two must be empty: the command exits with 1 if their
-number in all stages, ``wrong``, is not 0. ``outside`` counts files that kills leave in the folder
+A stage's record holds its ``moments`` (seconds since the last start, and share of the undisturbed
+time; those of one ``trial`` follow each other in one folder), its ``differences``, and
+``leftovers``: files that an undisturbed run does not leave. These last two must be empty: the
+command exits with 1 if their number in all stages, ``wrong``, is not 0. ``outside`` counts files that kills leave in the folder
 for temporary files, which the system empties. A record that is already in the file keeps its other
 stages.
 """
@@ -66,7 +66,7 @@ from draftlayers.states import collect
 from draftlayers.targets import Target, tiny_target
 from draftlayers.training import TrainingSettings, train_head
 
-IN_A_ROW = 3  # kills of one trial, at most
+IN_A_ROW = 6  # kills of one trial, at most
 LAYERS = (2, 4, 5)
 LONGEST_PROMPT, LONGEST_ANSWER = 480, 16
 
@@ -360,8 +360,10 @@ class Report:
         while len(self.moments) < kills:
             trial += 1
             folder = self.new(f"trial-{trial}")
-            for _ in range(min(chance.randint(1, IN_A_ROW), kills - len(self.moments))):
-                share = chance.random()
+            in_a_row = min(chance.randint(1, IN_A_ROW), kills - len(self.moments))
+            for _ in range(in_a_row):
+                # Together they reach, on average, the same share of all that there is to do.
+                share = chance.random() * 2 / (in_a_row + 1)
                 seconds = share * self.seconds
                 if not killed_after(seconds, self.stage.work, folder):
                     break  # what was left to do took less time than that

@@ -37,7 +37,7 @@ import torch
 import typer
 from _record import whole, write
 
-from draftlayers.contenders import head_folder, planned_sets, prepare, shipped_place
+from draftlayers.contenders import head_folder, planned_sets, shipped_place
 from draftlayers.corpus import heldout_prompts, load_corpus
 from draftlayers.costs import measure_passes
 from draftlayers.current import write_record
@@ -53,6 +53,7 @@ from draftlayers.spec import RunSpec
 from draftlayers.speed import difference, engine_methods, summarise, time_methods
 from draftlayers.targets import Target, open_target
 from draftlayers.training import TrainedHead, TrainingSettings, train_head
+from draftlayers.training_data import prepare
 
 LARGEST = 25_000_000  # bytes of a head that ships
 VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16)  # tokens of the passes that are timed

@@ -1,7 +1,7 @@
-"""The heads that a run compares: their layer sets, folders, and what all of them learn from.
+"""The heads that a run compares: their layer sets and folders, and those that ship.
 
-Used by chapters 06 and 07 and by the heads' own jobs. How one head is trained belongs to
-``training``.
+Used by chapters 06 and 07 and by the heads' own jobs. What they learn from is collected in
+``training_data``; how one is trained belongs to ``training``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftlayers.current import read_record
-from draftlayers.examples import TOP, TrainingData
-from draftlayers.project import DATA, Say, UserError, quiet
-from draftlayers.prompts import Corpus
+from draftlayers.project import DATA, UserError
 from draftlayers.runs import Run
-from draftlayers.states import collect
 from draftlayers.targets import Target
-from draftlayers.writing import fast_twin
 
 
 def planned_sets(run: Run) -> dict[str, tuple[int, ...]]:
@@ -72,25 +68,3 @@ def shipped_head(run: Run, target: Target, layers: Sequence[int]) -> Path | None
 def shipped_place(target: Target, layers: Sequence[int]) -> Path:
     """Where the head for a layer set lies in the project, if one ships."""
     return DATA / "heads" / Path(target.name).name / "-".join(map(str, layers))
-
-
-def prepare(run: Run, target: Target, corpus: Corpus, say: Say = quiet) -> TrainingData:
-    """Collect what all heads of a run learn from, once for all planned layer sets.
-
-    In the precision in which the answers were written: a head learns from very many states, and
-    what rounding adds to them is small beside what it does not know.
-    """
-    # Boundary N is no input; the start of every head is fitted to it.
-    boundaries = {target.n_layers, *(b for layers in planned_sets(run).values() for b in layers)}
-    conversations, folder = [*corpus.train, *corpus.validation], run.path("states")
-    with run.hold():
-        store = collect(
-            fast_twin(target),
-            conversations,
-            sorted(boundaries),
-            folder,
-            predict="answer",
-            top=TOP,
-            say=say,
-        )
-    return TrainingData.split(store, len(corpus.validation), run.spec.draft_vocab)

@@ -165,10 +165,11 @@ def check_abilities(run: Run, needed: Sequence[str], say: Say) -> None:
 
 def train_planned_head(run: Run, name: str, say: Say) -> None:
     """Train one head of chapter 06 by itself, so that a cluster can train several at once."""
-    from draftlayers.contenders import head_folder, parse_head_name, prepare
+    from draftlayers.contenders import head_folder, parse_head_name
     from draftlayers.corpus import load_corpus
     from draftlayers.targets import open_target
     from draftlayers.training import TrainingSettings, train_head
+    from draftlayers.training_data import prepare
 
     layers, seed = parse_head_name(name)
     target = open_target(run, say)

@@ -143,7 +143,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     """Sum over rows of the cross-entropy with sparse target distributions.
 
     The gradient, softmax minus target, is made in place of the logits, so a step never holds
-    more than one ``[rows, D]`` matrix.
+    more than one ``[rows, D]`` matrix. It can be asked for once.
     """
 
     @staticmethod
@@ -158,7 +158,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad, None, None
+        return gradient.mul_(grad), None, None
 
 
 def soft_cross_entropy(logits: Tensor, ids: Tensor, p: Tensor) -> Tensor:
@@ -209,7 +209,8 @@ def ttt_loss(
         chosen = batch.loss_mask[i].nonzero()[:, 0]
         label = batch.labels[i, chosen]
         logits = head.logits(hidden[chosen])
-        hits = (logits.argmax(-1) == batch.top1[label]).sum()
+        # argmax takes four times as long as max on a CPU in bfloat16
+        hits = (logits.max(-1).indices == batch.top1[label]).sum()
         n = max(counts[i], 1)
         aim = sharpened(batch.probabilities[label], sharpen)
         loss = soft_cross_entropy(logits, batch.draft_ids[label], aim) / n
