@@ -25,9 +25,9 @@ and right after it is in place.
 A stage's record holds its ``moments`` (seconds since the last start, and share of the undisturbed
 time; those of one ``trial`` follow each other in one folder), its ``differences``, and
 ``leftovers``: files that an undisturbed run does not leave. These last two must be empty: the
-command exits with 1 if their number in all stages, ``wrong``, is not 0. ``outside`` counts files that kills leave in the folder
-for temporary files, which the system empties. A record that is already in the file keeps its other
-stages.
+command exits with 1 if their number in all stages, ``wrong``, is not 0. ``outside`` counts files
+that kills leave in the folder for temporary files, which the system empties. A record that is
+already in the file keeps its other stages.
 """
 
 from __future__ import annotations
