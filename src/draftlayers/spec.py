@@ -196,7 +196,7 @@ class RunSpec(BaseModel):
 
 # What "smoke", "quick" and "full" mean. "quick" is sized for 15 minutes on two CPU cores.
 _SIZES: dict[str, tuple[float, float, float]] = {
-    "train_conversations": (24, 240, 30000),
+    "train_conversations": (24, 240, 24300),
     "validation_conversations": (6, 21, 84),
     "heldout_prompts": (7, 21, 84),
     "max_prompt_tokens": (480, 320, 320),
